@@ -33,6 +33,7 @@ _OPTIONS = {
     ("prefill", "stages"): "--stages",
     ("prefill", "tensor"): "--tensor",
     ("decode", "stages"): "--decode-stages",
+    ("decode", "tensor"): "--decode-tensor",
 }
 # Variables without a table: of the command line, of compose.yaml, of the kernel's build and of tests.
 VARIABLES = (

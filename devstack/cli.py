@@ -152,8 +152,9 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--tensor",
         type=int,
         metavar="N",
-        help="processes of each of these stages, with a share of the heads each (default: 1)",
+        help="processes of each of prefill's stages, with a share of the heads each (default: 1)",
     )
+    up.add_argument("--decode-tensor", type=int, metavar="N", help="of decode's, likewise (default: 1)")
     up.add_argument(
         "--colocated",
         action="store_true",
@@ -206,8 +207,8 @@ def _up(options: argparse.Namespace) -> int:
         from devstack.up import up
 
     names = (
-        "model", "prefill", "stages", "tensor", "decode", "decode_stages", "attention_pool", "kvstore",
-        "ledger", "data", "bind", "port", "api_keys", "model_name",
+        "model", "prefill", "stages", "tensor", "decode", "decode_stages", "decode_tensor",
+        "attention_pool", "kvstore", "ledger", "data", "bind", "port", "api_keys", "model_name",
         "tls_cert", "tls_key", "log_format",
     )  # fmt: skip
     flags = {name: str(value) for name in names if (value := getattr(options, name)) is not None}

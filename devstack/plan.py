@@ -121,7 +121,9 @@ def shape_of(service: str, settings: UpSettings, user: Mapping[str, Any]) -> tup
     stages, tensor = (one if isinstance(one, int) else 1 for one in named)
     if service == "prefill":
         return max(settings.stages, stages), max(settings.tensor, tensor)
-    return (max(settings.decode_stages, stages), 1) if service == "decode" else (1, 1)
+    if service == "decode":
+        return max(settings.decode_stages, stages), max(settings.decode_tensor, tensor)
+    return 1, 1
 
 
 def members_of(service: str, settings: UpSettings, user: Mapping[str, Any]) -> int:
@@ -194,13 +196,13 @@ def tables(
                 "leave one of them out",
                 param=name,
             )
-    decode_stages, _ = shapes["decode"]
-    if settings.rotate and decode_stages > 1:
-        raise InvalidInput(
-            "rotate = true in [up] lets decode instances compute slices of each other's batches, which "
-            f"stages do not, and decode_stages = {decode_stages}: leave one of them out",
-            param="decode_stages",
-        )
+    for name, count in zip(("decode_stages", "decode_tensor"), shapes["decode"], strict=True):
+        if settings.rotate and count > 1:
+            raise InvalidInput(
+                "rotate = true in [up] lets decode instances compute slices of each other's batches, which "
+                f"stages and ranks do not, and {name} = {count}: leave one of them out",
+                param=name,
+            )
     ledgers = [place.control(name) for name in names("ledger", settings.ledger)]
     model: dict[str, Any] = {"ledger": ledgers, "model": settings.model_folder}
     threads = threads_by_service(cores, settings, user)

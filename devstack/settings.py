@@ -30,6 +30,7 @@ class UpSettings:
     tensor: Annotated[int, Gt(0), Le(64)] = 1  # of each stage: processes with a share of the heads each
     decode: Annotated[int, Gt(0), Le(64)] = 1  # instances that generate
     decode_stages: Annotated[int, Gt(0), Le(64)] = 1  # of each decode, likewise
+    decode_tensor: Annotated[int, Gt(0), Le(64)] = 1  # of each of those stages, likewise
     colocated: bool = False  # decode instances are prefill instances, too: each loads the model once for both
     core_lock: bool = (
         True  # prefill and decode compute one after another, each with all cores; else they divide them

@@ -341,7 +341,7 @@ class SegmentPlace(_message.Message):
 
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedLayers]:
-        """in pipeline stages: where each one's layers are, in order; the first is above, too"""
+        """in pipeline stages and ranks: where each one's layers are; the first is above, too"""
 
     def __init__(
         self,
@@ -364,7 +364,7 @@ Global___SegmentPlace: _TypeAlias = SegmentPlace  # noqa: Y015
 
 @_typing.final
 class PlacedLayers(_message.Message):
-    """Layers `first_layer` … of a run that is divided by layers."""
+    """Layers `first_layer` … of a run that is divided by layers, at a stage or at one of its ranks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -373,11 +373,16 @@ class PlacedLayers(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
     data_address: _builtins.str
     handle: _builtins.int
     epoch: _builtins.int
     first_layer: _builtins.int
     layers: _builtins.int
+    @_builtins.property
+    def heads(self) -> Global___Heads:
+        """that are there, of the model's; several ranks may have the same"""
+
     def __init__(
         self,
         *,
@@ -386,14 +391,42 @@ class PlacedLayers(_message.Message):
         epoch: _builtins.int = ...,
         first_layer: _builtins.int = ...,
         layers: _builtins.int = ...,
+        heads: Global___Heads | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "epoch", b"epoch", "first_layer", b"first_layer", "handle", b"handle", "layers", b"layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "epoch", b"epoch", "first_layer", b"first_layer", "handle", b"handle", "heads", b"heads", "layers", b"layers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlacedLayers: _TypeAlias = PlacedLayers  # noqa: Y015
+
+@_typing.final
+class Heads(_message.Message):
+    """Some of the KV heads: of `parts` equal shares, consecutive heads each, the one of this number. Absent: all heads. Of
+    an object their bytes are their K, then their V.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """the first is 0"""
+    parts: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        parts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Heads: _TypeAlias = Heads  # noqa: Y015
 
 @_typing.final
 class PlacedPart(_message.Message):

@@ -188,33 +188,6 @@ class Done(_message.Message):
 Global___Done: _TypeAlias = Done  # noqa: Y015
 
 @_typing.final
-class Heads(_message.Message):
-    """Some of an object's KV heads: of `parts` equal shares, consecutive heads each, the one of this number. Its bytes are
-    its K, then its V. Absent: all heads.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUMBER_FIELD_NUMBER: _builtins.int
-    PARTS_FIELD_NUMBER: _builtins.int
-    number: _builtins.int
-    """the first is 0"""
-    parts: _builtins.int
-    def __init__(
-        self,
-        *,
-        number: _builtins.int = ...,
-        parts: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "parts", b"parts"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Heads: _TypeAlias = Heads  # noqa: Y015
-
-@_typing.final
 class PutLayer(_message.Message):
     """To the kvstore: consecutive layers of a run of consecutive blocks of one sequence. Payload: the blocks one
     after another, of each its objects layer by layer. A block is readable once all of its layers, and all heads of them,
@@ -256,7 +229,7 @@ class PutLayer(_message.Message):
         """of the objects, in their order"""
 
     @_builtins.property
-    def heads(self) -> Global___Heads:
+    def heads(self) -> _common_pb2.Heads:
         """that are sent; checksums are of what is sent"""
 
     def __init__(
@@ -272,7 +245,7 @@ class PutLayer(_message.Message):
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         layers: _builtins.int = ...,
         count: _builtins.int = ...,
-        heads: Global___Heads | None = ...,
+        heads: _common_pb2.Heads | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -323,7 +296,7 @@ class GetLayers(_message.Message):
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
-    def heads(self) -> Global___Heads: ...
+    def heads(self) -> _common_pb2.Heads: ...
     def __init__(
         self,
         *,
@@ -331,7 +304,7 @@ class GetLayers(_message.Message):
         block_ids: _abc.Iterable[_builtins.bytes] | None = ...,
         first_layer: _builtins.int = ...,
         layers: _builtins.int = ...,
-        heads: Global___Heads | None = ...,
+        heads: _common_pb2.Heads | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -397,7 +370,7 @@ class WriteBlocks(_message.Message):
     blocks: _builtins.int
     generation: _builtins.int
     @_builtins.property
-    def heads(self) -> Global___Heads:
+    def heads(self) -> _common_pb2.Heads:
         """of the holder's own, that are sent"""
 
     def __init__(
@@ -409,7 +382,7 @@ class WriteBlocks(_message.Message):
         first_block: _builtins.int = ...,
         blocks: _builtins.int = ...,
         generation: _builtins.int = ...,
-        heads: Global___Heads | None = ...,
+        heads: _common_pb2.Heads | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

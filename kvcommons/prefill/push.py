@@ -122,13 +122,16 @@ class Pusher:
 
     def write(self, delivery: Delivery, layer: int, write: Write, blocks: list[int]) -> None:
         """One layer of `blocks` (physical, as many as the write counts), whose content is final for that
-        layer. To a head group each part is sent its heads, as far as they are here; of pipeline stages the
-        one that has the layer is. Raises InvalidInput where the heads here and those of the parts do not
-        divide each other."""
+        layer. To a head group, and to ranks, each is sent its heads, as far as they are here; of pipeline
+        stages the one that has the layer is. Raises InvalidInput where the heads here and those of the parts
+        do not divide each other."""
         assert len(blocks) == write.count
-        places = write.target.places_of(layer)
-        for transfer in transfers(self._heads, len(places)):
-            self._write(delivery, layer, write, blocks, places[transfer.place], transfer)
+        by_part: dict[int, list[Place]] = {}
+        for place in write.target.places_of(layer):
+            by_part.setdefault(0 if place.heads is None else place.heads.number, []).append(place)
+        for transfer in transfers(self._heads, write.target.head_parts):
+            for place in by_part[transfer.place]:  # several ranks, where there are fewer KV heads
+                self._write(delivery, layer, write, blocks, place, transfer)
 
     def _write(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvcommons.pb import common_pb2 as pb
+from kvcommons.rblock.heads import HeadPart, divided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,12 +17,14 @@ class Place:
     handle: int
     epoch: int
     layers: range | None = None  # that it takes; None: all
+    heads: HeadPart | None = None  # of the model's, that it takes; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """A run of the sequence's blocks at the holder that will attend over them, at the `parts` of a head
-    group, each of which takes its heads of them, or at its pipeline `stages`, which take their layers."""
+    group, each of which takes its heads of them, or at its pipeline `stages`, which take their layers, and
+    of these their ranks' heads, where a stage has several."""
 
     data_address: str
     handle: int
@@ -38,8 +41,14 @@ class Target:
         return self.parts or (alone,)
 
     def places_of(self, layer: int) -> tuple[Place, ...]:
-        """Where this layer goes: as `places`, but for stages."""
+        """Where this layer goes, whose heads are divided alike: as `places`, but for stages."""
         return tuple(one for one in self.stages if one.layers and layer in one.layers) or self.places
+
+    @property
+    def head_parts(self) -> int:
+        """Into how many its KV heads are divided."""
+        first = (self.stages or self.places)[0]
+        return 1 if first.heads is None else first.heads.parts
 
     @classmethod
     def of(cls, placement: pb.SegmentPlace) -> Target:
@@ -50,8 +59,8 @@ class Target:
             first_block=placement.first_block,
             blocks=placement.blocks,
             parts=tuple(
-                Place(data_address=part.data_address, handle=part.handle, epoch=part.epoch)
-                for part in placement.parts
+                Place(data_address=part.data_address, handle=part.handle, epoch=part.epoch, heads=heads)
+                for part, heads in zip(placement.parts, divided(len(placement.parts)), strict=True)
             ),
             stages=tuple(
                 Place(
@@ -59,6 +68,7 @@ class Target:
                     handle=stage.handle,
                     epoch=stage.epoch,
                     layers=range(stage.first_layer, stage.first_layer + stage.layers),
+                    heads=HeadPart.of(stage.heads) if stage.HasField("heads") else None,
                 )
                 for stage in placement.stages
             ),

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from kvcommons.errors import InvalidInput
-from kvcommons.pb import data_pb2 as pb
+from kvcommons.pb import common_pb2 as pb
 from kvcommons.rblock.layout import Layout
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class HeadPart:
 class HeadTransfer:
     """Heads that go from one holder's objects to another's."""
 
-    place: int  # of the receivers
+    place: int  # of the receivers' parts
     sent: HeadPart | None  # part of what the sender has; None: all of it
     received: HeadPart | None  # part of what the receiver has; None: all of it
 
@@ -142,8 +142,8 @@ def transfers(sender: HeadPart | None, receivers: int) -> list[HeadTransfer]:
         times = senders // receivers
         return [HeadTransfer(place=own // times, sent=None, received=_part(own % times, times))]
     raise InvalidInput(
-        f"KV heads divided over {senders} ranks cannot be sent to a head group of {receivers}: take a tensor "
-        "that divides the group's parts, or is divided by them",
+        f"KV heads divided over {senders} ranks cannot be sent to a head group, or ranks, of {receivers}: "
+        "take a tensor that divides these, or is divided by them",
         param="tensor",
     )
 

@@ -88,19 +88,23 @@ class Pipelined(Inline):
         return True
 
     def _generate(self, work: Work) -> bool:
-        """A token of each sequence of the next batch. Nothing of it is known before the last stage has it:
-        no command is carried out in its middle, and its results are taken when it has landed."""
+        """A token of each sequence of the next batch. Where another stage is the last, nothing of it is known
+        before that one has it: no command is carried out in its middle, and its results are taken when it has
+        landed."""
         ready = work.make_room()
         keys = next_batch(list(ready), self._waiting, self._group.stages)
         if not keys:
             return False
         rows = self._composer.rows(self._batches.of([ready[key] for key in keys]))
-        iteration = StageIteration(self._core, [rows])
+        iteration = StageIteration(self._core, [rows], entered=self._group.shared)
         tokens = iteration.run_or_fail()
-        if tokens is None or iteration.failures or not self._group.pass_on(iteration):
-            work.take_results(iteration, tokens if iteration.failures else None)
+        if tokens is None:
+            self._group.failed(iteration)
+        elif not iteration.failures and self._group.pass_on(iteration):
+            self._waiting |= {key: [] for key in keys}
             return True
-        self._waiting |= {key: [] for key in keys}
+        sampled = bool(iteration.failures) or self._core.model.last
+        work.take_results(iteration, tokens if sampled else None)
         return True
 
     def _generated(

@@ -1,4 +1,4 @@
-"""A process of a prefill beside the first: it computes what it is planned, in the blocks that it is told,
+"""A process of an instance beside the first: it computes what it is planned, in the blocks that it is told,
 and decides nothing.
 
 Its memory has the same physical blocks as the first stage's, in its own layers. Who has which of them only

@@ -1,4 +1,4 @@
-"""The other processes of a prefill, from where the first one is: what it plans goes from stage to stage,
+"""The other processes of an instance, from where the first one is: what it plans goes from stage to stage,
 and to the ranks of its own; what they report comes back from each.
 
 An epoch begins when all stages have joined and ends when anything goes wrong with any of them: all sequences
@@ -20,12 +20,14 @@ from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Condemner, Load
+from kvcommons.engine.iteration import Rows
 from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.engine.prompts import PromptSpan
 from kvcommons.engine.sequence import Sequence as Generating
 from kvcommons.engine.token_rows import TokenRows
 from kvcommons.errors import DataLoss, DeadlineExceeded, KVCommonsError, Loading, Unavailable, from_detail
 from kvcommons.model.layer_ranges import better_division
+from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import common_pb2, prefill_pb2
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.prefill.handover import HandOver, Listener
@@ -147,11 +149,11 @@ class StageGroup:
         targets: TargetTable,
         listener: Listener,
     ) -> StagedHandOver:
-        """A prompt's. Raises Loading while stages are missing, InvalidInput where it is to go to a head group
-        whose parts are no shares of the ranks' heads."""
+        """A prompt's. Raises Loading while stages are missing, InvalidInput where it is to go to a head
+        group, or to ranks, whose parts are no shares of the ranks' heads here."""
         self.check()
         for target in targets.now:
-            transfers(self.core.heads, len(target.places))
+            transfers(self.core.heads, target.head_parts)
         return StagedHandOver(self, asked, key, pusher, delivery, targets, listener)
 
     @property
@@ -172,16 +174,21 @@ class StageGroup:
     def places(
         self, formed: EpochState, key: int, own: common_pb2.SegmentPlace
     ) -> list[common_pb2.PlacedLayers]:
-        """Where each stage takes its layers of a sequence that is reserved, the first one at its `own`
-        place."""
+        """Where each process takes its heads of its layers of a sequence that is reserved, the first one at
+        its `own` place."""
         first = common_pb2.PlacedLayers(data_address=own.data_address, handle=own.handle, epoch=own.epoch)
-        behind = [
+        others = [
             common_pb2.PlacedLayers(data_address=member.data_address, handle=key, epoch=formed.number)
             for member in formed.members
         ]
-        placed = [first, *behind]
-        for one, layers in zip(placed, self._ranges, strict=True):
+        placed = [first, *others]
+        for member, one in enumerate(placed):
+            stage, rank = divmod(member, self._tensor)
+            layers = self._ranges[stage]
             one.first_layer, one.layers = layers.start, len(layers)
+            part = TensorRank(number=rank, ranks=self._tensor).kv_part(self.core.info.kv_heads)
+            if part is not None:
+                one.heads.CopyFrom(part.message())
         return placed
 
     def reserve(
@@ -233,12 +240,9 @@ class StageGroup:
         formed = self._epoch
         if formed is None:
             raise Unavailable(self.shortfall)
-        spans = list[pb.StageSpan]()
-        for group in iteration.groups:
-            assert isinstance(group, PromptSpan), "prompts only are computed by ranks"
-            if not formed.outstanding.begun(group.prompt.key):
-                formed.send([self._begin(formed, group.prompt)])
-            spans.append(_span(group))
+        changes, spans = self._planned(formed, iteration.groups)
+        if changes:
+            formed.send(changes)
         formed.share(spans, hidden)
 
     def failed(self, iteration: StageIteration) -> None:
@@ -254,9 +258,22 @@ class StageGroup:
         """What the first stage has computed goes to the next one. False where there is none, or nothing to
         go."""
         formed = self._epoch
-        if formed is None or iteration.leaving is None:
+        if formed is None:
+            return False
+        self._took(formed, 0, iteration.timing.own_s)
+        if iteration.leaving is None:
             return False
         groups = [iteration.groups[number] for number in iteration.going_on]
+        changes, spans = self._planned(formed, groups)
+        formed.outstanding.passed_on(time.monotonic(), iteration)
+        formed.send(changes, spans, iteration)
+        return True
+
+    def _planned(
+        self, formed: EpochState, groups: Sequence[Rows]
+    ) -> tuple[list[pb.StageChange], list[pb.StageSpan]]:
+        """What the other processes do not know yet of these groups' sequences, and what they compute of
+        them."""
         changes, spans = list[pb.StageChange](), list[pb.StageSpan]()
         for group in groups:
             if isinstance(group, TokenRows):
@@ -272,10 +289,7 @@ class StageGroup:
             if not formed.outstanding.begun(group.prompt.key):
                 changes.append(self._begin(formed, group.prompt))
             spans.append(_span(group))
-        formed.outstanding.passed_on(time.monotonic(), iteration)
-        formed.send(changes, spans, iteration)
-        self._took(formed, 0, iteration.timing.own_s)
-        return True
+        return changes, spans
 
     def end(self, key: int, *, finished: bool) -> None:
         """Nothing more is computed of a prompt; unknown ones are ignored."""

@@ -23,7 +23,8 @@ class DecodeConfig:
     # PEM: the public key of the router's tenant_key; calls for a tenant have to be signed. None: they are
     # not.
     tenant_key: str | None = None
-    # In stages all KV lies in their own memory: nothing is lent or borrowed; prefill computes all prompts.
+    # In stages and ranks all KV lies in their own memory: nothing is lent or borrowed; prefill computes all
+    # prompts.
     shape: StageSettings = field(default_factory=StageSettings)
     placement: str = "overflow"  # local, overflow, offload, grow or auto; see docs/placement.md
     holder_tokens: Annotated[int, Ge(1)] = 16384  # of one sequence, the most on one holder (placement grow)
@@ -59,22 +60,20 @@ class DecodeConfig:
     save_buffer_bytes: Annotated[int, Gt(0)] = 256 << 20  # KV on its way to the kvstore; more is not saved
 
     def __post_init__(self) -> None:
-        if self.shape.tensor > 1:
-            raise ValueError(
-                f"tensor = {self.shape.tensor}: only prefill's stages have ranks; leave it out of [decode]"
-            )
-        if self.shape.stages == 1:
+        self.shape.check_network(private=self.node.private_network)
+        if self.shape.members == 1:
             return
-        alone = f"is not there where stages = {self.shape.stages}: leave it out, or set stages to 1"
+        name = "stages" if self.shape.stages > 1 else "tensor"
+        alone = f"is not there where {name} = {getattr(self.shape, name)}: leave it out, or set {name} to 1"
         if self.placement not in ("local", "overflow"):
-            raise ValueError(f'placement = "{self.placement}" {alone}: each stage keeps the KV of its layers')
+            raise ValueError(f'placement = "{self.placement}" {alone}: each process keeps its own part of KV')
         if self.replicas:
-            raise ValueError(f"replicas {alone}: no other instance computes a stage's slices")
+            raise ValueError(f"replicas {alone}: no other instance computes slices of a part of the model")
         if self.pipelining == "on":
-            raise ValueError(f'pipelining = "on" {alone}: batches alternate in the stages')
+            raise ValueError(f'pipelining = "on" {alone}: batches alternate in stages by themselves')
         if self.mini_batches:
             raise ValueError(f"mini_batches {alone}: no other holder is asked")
         if self.colocated:
-            raise ValueError(f"colocated {alone}: prefill computes the prompts, which may have stages, too")
+            raise ValueError(f"colocated {alone}: prefill computes the prompts, which may have the same")
         if self.core_lock:
-            raise ValueError(f"core_lock {alone}: stages compute at the same time")
+            raise ValueError(f"core_lock {alone}: all of its processes compute at the same time")

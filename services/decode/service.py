@@ -44,6 +44,7 @@ from kvcommons.stages.formation import Formation, StageShare
 from kvcommons.stages.group import StageGroup
 from kvcommons.stages.history import StagedHistories
 from kvcommons.stages.metrics import StageMetrics
+from kvcommons.stages.ranks import RankGroup
 from kvcommons.telemetry.metrics import LoadMetrics
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
@@ -88,6 +89,7 @@ class DecodeParts:
         lending: HolderService,
         prefill_metrics: PrefillMetrics,
         share: StageShare,
+        ranks: RankGroup | None,
         changed: Callable[[], None],
     ) -> None:
         """`share`: which stage this is of which. `changed` is called, on any thread, when its stages have
@@ -101,7 +103,7 @@ class DecodeParts:
         self.saver = BlockSaver(instance_id, buffer_bytes=config.save_buffer_bytes, dialer=dialer)
         registry.register(SaverCollector(self.saver))
         self.keeper = BlockKeeper(core, self.saver)
-        model, staged, stage_metrics = core.model, len(share.ranges) > 1, StageMetrics(registry)
+        model, staged, stage_metrics = core.model, not share.alone, StageMetrics(registry)
         self.group: StageGroup | None = None
         if staged:
             self.group = StageGroup(
@@ -113,6 +115,7 @@ class DecodeParts:
                 iteration_s=config.shape.stage_deadline_s,
                 instance_id=instance_id,
                 changed=changed,
+                ranks=ranks,
                 dialer=dialer,
             )
         self.holder = Holder(
@@ -380,14 +383,14 @@ class DecodeParts:
 
 
 def policy_of(config: DecodeConfig) -> str:
-    """In stages nothing is borrowed."""
-    return config.placement if config.shape.stages == 1 else "local"
+    """In stages and ranks nothing is borrowed."""
+    return config.placement if config.shape.members == 1 else "local"
 
 
 async def serve(config: DecodeConfig, process: Process) -> None:
     """Answers health at once, is ready when the model is loaded, and all its stages are there; drains at a
     signal to stop."""
-    if config.shape.stage:
+    if config.shape.follows:
         await serve_decode_stage(config, process)
         return
     placement = policy_class(policy_of(config))
@@ -450,7 +453,7 @@ async def serve(config: DecodeConfig, process: Process) -> None:
     for heartbeat in heartbeats:
         heartbeat.start()
     try:
-        share, core, _ = await asyncio.to_thread(load_stage, config, process.dialer())
+        share, core, ranks = await asyncio.to_thread(load_stage, config, process.dialer())
         predictor, kept = await asyncio.to_thread(
             calibrated,
             core,
@@ -467,7 +470,7 @@ async def serve(config: DecodeConfig, process: Process) -> None:
                 config.tbt_objective_s,
                 token_s,
             )
-        parts = DecodeParts(config, core, predictor, process, lending, prefill_metrics, share, changed)
+        parts = DecodeParts(config, core, predictor, process, lending, prefill_metrics, share, ranks, changed)
         parts.start()
         if parts.group is not None:
             directory.start()

@@ -1,4 +1,4 @@
-"""Decode in stages: which layers a process has, and what one behind the first is."""
+"""Decode in stages and ranks: which layers and heads a process has, and what one beside the first is."""
 
 from __future__ import annotations
 

@@ -280,27 +280,36 @@ class Stack:
         return decode_pb2_grpc.DecodeStub(self.channel(name))
 
     async def staged_decode(
-        self, stages: int, name: str = "decode", *, process: bool = False, **changes: Any
+        self, stages: int, name: str = "decode", *, tensor: int = 1, process: bool = False, **changes: Any
     ) -> Any:
-        """A decode of so many stages, which are together; those behind the first in this process, or each in
-        its own. There is a ledger."""
-        for number in range(1, stages):
-            self.decode_stage(number, stages, name, process=process, **changes)
-        stub = await self.decode(name, stages=stages, stage_group=name, **changes)
+        """A decode of so many stages, of so many ranks each, which are together; those beside the first in
+        this process, or each in its own. There is a ledger."""
+        for member in range(1, stages * tensor):
+            number, rank = divmod(member, tensor)
+            self.decode_stage(number, stages, name, rank=rank, tensor=tensor, process=process, **changes)
+        stub = await self.decode(name, stages=stages, stage_group=name, tensor=tensor, **changes)
         await self.decode_together(stub)
         return stub
 
     def decode_stage(
-        self, number: int, stages: int, group: str = "decode", *, process: bool = False, **changes: Any
+        self,
+        number: int,
+        stages: int,
+        group: str = "decode",
+        *,
+        rank: int = 0,
+        tensor: int = 1,
+        process: bool = False,
+        **changes: Any,
     ) -> None:
-        """One behind the first."""
-        name = f"{group}-stage-{number}"
+        """One beside the first."""
+        name = f"{group}-stage-{number}" + (f"-rank-{rank}" if rank else "")
         config = DecodeConfig(
             node=self.node(name),
             data_plane=DataPlane(data_listen=self.data(name)),
             engine=settings(self.folder, **changes.pop("engine", {})),
             ledger=self.ledger,
-            shape=shape_of(changes, stages=stages, stage=number, stage_group=group),
+            shape=shape_of(changes, stages=stages, stage=number, tensor=tensor, rank=rank, stage_group=group),
             **changes,
         )
         if not process:

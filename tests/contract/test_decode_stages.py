@@ -1,5 +1,5 @@
-"""Decode in pipeline stages: its tokens are those of transformers, and of a decode with the whole model,
-whatever becomes of a stage meanwhile."""
+"""Decode in pipeline stages, and in ranks: its tokens are those of transformers, and of a decode with the
+whole model, whatever becomes of one of its processes meanwhile."""
 
 from __future__ import annotations
 
@@ -35,12 +35,28 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("engines", "stages"), [("llama", 2), ("qwen3", 3)], indirect=["engines"])
-async def test_several_sequences_generate_the_reference(engines: Stack, stages: int) -> None:
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("engines", "stages", "tensor"),
+    [
+        ("llama", 2, 1),
+        ("qwen3", 3, 1),
+        ("qwen3", 1, 2),
+        ("llama-tied-biased", 2, 2),
+        ("qwen2", 1, 4),
+        slow("mistral-sliding", 1, 4),
+        slow("llama", 3, 2),
+    ],
+    indirect=["engines"],
+)
+async def test_several_sequences_generate_the_reference(engines: Stack, stages: int, tensor: int) -> None:
     """More than there are stages: each has a batch of them. Logits are compared as logarithms of
     probabilities."""
     await engines.lenders()
-    prefill, decode = await engines.prefill(), await engines.staged_decode(stages)
+    prefill, decode = await engines.prefill(), await engines.staged_decode(stages, tensor=tensor)
     known = [engines.reference.prompt(length, 40) for length in (75, 33, 16, 100, 1)]
     sampling = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
     turns = [turn(prefill, decode, engines.model, tokens, 40, sampling=sampling) for tokens, _ in known]
@@ -53,13 +69,25 @@ async def test_several_sequences_generate_the_reference(engines: Stack, stages: 
     await prefill_idle(prefill)
 
 
-async def test_sampling_is_that_of_a_whole_model(engines: Stack) -> None:
-    """Seeds, penalties, biases and probabilities, side by side; prefill has stages, too, and each of its
-    stages writes its layers to the one of decode's that has them. A stop token ends a sequence."""
+@pytest.mark.parametrize(
+    ("prefills", "decodes"),
+    [
+        ({"stages": 3}, {"stages": 2, "stage_layers": (2, 1)}),
+        ({"stages": 1, "tensor": 2}, {"stages": 2, "tensor": 2, "stage_layers": (2, 1)}),
+        slow({"stages": 2, "tensor": 4}, {"stages": 1, "tensor": 2}),
+        slow({"stages": 2}, {"stages": 1, "tensor": 4}),
+    ],
+)
+async def test_sampling_is_that_of_a_whole_model(
+    engines: Stack, prefills: dict[str, Any], decodes: dict[str, Any]
+) -> None:
+    """Seeds, penalties, biases and probabilities, side by side; prefill is divided, too, and each of its
+    processes writes its heads of its layers to those of decode's that have them. A stop token ends a
+    sequence."""
     await engines.lenders()
     prefill, whole = await engines.prefill("p1"), await engines.decode("whole")
-    staged_prefill = await engines.staged(3, "p3")
-    staged = await engines.staged_decode(2, stage_layers=(2, 1))
+    staged_prefill = await engines.staged(**prefills, name="p3")
+    staged = await engines.staged_decode(**decodes)
 
     def turns(prefill: Any, decode: Any) -> list[Turn]:
         return [
@@ -90,12 +118,19 @@ async def test_sampling_is_that_of_a_whole_model(engines: Stack) -> None:
     await engines.idle("decode")
 
 
-@pytest.mark.parametrize("engines", ["mistral-sliding"], indirect=True)
-async def test_a_second_turn_has_the_history_from_memory_and_from_the_store(engines: Stack) -> None:
-    """What stages generated they have saved, each its layers: a fresh group of another shape loads it."""
+@pytest.mark.parametrize(
+    ("engines", "before", "after"),
+    [("mistral-sliding", (2, 1), (3, 1)), ("mistral-sliding", (1, 4), (2, 2)), slow("llama", (2, 2), (1, 2))],
+    indirect=["engines"],
+)
+async def test_a_second_turn_has_the_history_from_memory_and_from_the_store(
+    engines: Stack, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """What stages and ranks generated they have saved, each its heads of its layers: a fresh group of another
+    shape loads it."""
     await engines.lenders()
     store, prefill = await engines.kvstore(), await engines.prefill()
-    decode = await engines.staged_decode(2, "d1")
+    decode = await engines.staged_decode(before[0], "d1", tensor=before[1])
     tokens, expected = engines.reference.prompt(75, 96)
     first = await turn(prefill, decode, engines.model, tokens, 32, history=engines.history(0)).run()
     assert first.tokens == expected[:32]
@@ -112,7 +147,7 @@ async def test_a_second_turn_has_the_history_from_memory_and_from_the_store(engi
 
     full, known = (75 + 64 - 1) // BLOCK, tokens + expected[:64]
     assert await stored(engines, store, known[: full * BLOCK]) == full
-    decode = await engines.staged_decode(3, "d2", fetch_min_bytes=0)
+    decode = await engines.staged_decode(after[0], "d2", tensor=after[1], fetch_min_bytes=0)
     third = turn(prefill, decode, engines.model, known, 32, history=engines.history(full))
     assert (await third.run()).tokens == expected[64:]
     assert third.reserved is not None
@@ -132,22 +167,30 @@ async def test_what_the_store_has_no_more_prefill_pushes_to_all_stages(engines: 
     await engines.idle("decode")
 
 
-async def test_truncated_sessions_go_on_in_stages(engines: Stack) -> None:
-    """Each stage has its layers of the shifted head."""
+@pytest.mark.parametrize("shapes", [[(2, 1), (3, 1)], [(1, 2), (2, 2)]])
+async def test_truncated_sessions_go_on_in_stages(engines: Stack, shapes: list[tuple[int, int]]) -> None:
+    """Each process has its own part of the shifted head."""
     await engines.lenders()
     store = await engines.kvstore()
     prefill = await engines.prefill(loads="always")
-    pairs = [(prefill, await engines.staged_decode(stages, f"d{stages}")) for stages in (2, 3)]
+    names = [f"d{number}" for number in range(len(shapes))]
+    pairs = [
+        (prefill, await engines.staged_decode(stages, name, tensor=tensor))
+        for name, (stages, tensor) in zip(names, shapes, strict=True)
+    ]
     session = Session(engines, TruncatedReference(engines.folder))
     await stays_in_use(session, 2, store, pairs)
-    await engines.idle("d2", "d3")
+    await engines.idle(*names)
 
 
 @pytest.mark.usefixtures("unhurried")
-async def test_cancelled_and_preempted_sequences_give_their_blocks_back(engines: Stack) -> None:
+@pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (1, 2)])
+async def test_cancelled_and_preempted_sequences_give_their_blocks_back(
+    engines: Stack, stages: int, tensor: int
+) -> None:
     await engines.lenders()
     prefill = await engines.prefill()
-    decode = await engines.staged_decode(2, engine={"capacity_tokens": 12 * BLOCK})
+    decode = await engines.staged_decode(stages, tensor=tensor, engine={"capacity_tokens": 12 * BLOCK})
     (old, expected), young = engines.reference.prompt(60, 60), prompt(60, seed=9)
     cancelled = turn(prefill, decode, engines.model, prompt(20, 3), 60)
     first, second = (turn(prefill, decode, engines.model, tokens, 60) for tokens in (old, young))
@@ -169,11 +212,15 @@ async def test_cancelled_and_preempted_sequences_give_their_blocks_back(engines:
 
 
 @pytest.mark.usefixtures("unhurried")
-async def test_a_stage_that_is_killed_fails_its_sequences_over_and_comes_back(engines: Stack) -> None:
+@pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (1, 2)])
+async def test_a_stage_that_is_killed_fails_its_sequences_over_and_comes_back(
+    engines: Stack, stages: int, tensor: int
+) -> None:
     """Of its own process, in the middle of answers: each says so, no block stays taken, what was found in
     memory is found no more; once the stage is there again, what was heard is gone on with."""
     await engines.lenders()
-    prefill, decode = await engines.prefill(), await engines.staged_decode(2, process=True)
+    prefill = await engines.prefill()
+    decode = await engines.staged_decode(stages, tensor=tensor, process=True)
     known = [engines.reference.prompt(length, 60) for length in (75, 33, 20)]
     turns = [turn(prefill, decode, engines.model, tokens, 60) for tokens, _ in known]
     running = [asyncio.create_task(one.run()) for one in turns]
@@ -186,7 +233,7 @@ async def test_a_stage_that_is_killed_fails_its_sequences_over_and_comes_back(en
     await engines.idle("decode")
     with pytest.raises(Loading, match="lacks stages"):
         await turn(prefill, decode, engines.model, [5, 6, 7], 2).run()
-    engines.decode_stage(1, 2, process=True)
+    engines.decode_stage(stages - 1, stages, rank=tensor - 1, tensor=tensor, process=True)
     await engines.decode_together(decode)
     for one, (tokens, expected) in zip(turns, known, strict=True):
         heard = len(one.tokens)
@@ -203,15 +250,16 @@ async def test_a_stage_that_is_killed_fails_its_sequences_over_and_comes_back(en
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("stages", [2, 3])
-async def test_kills_under_load(engines: Stack, stages: int) -> None:
-    """Thirty times a stage is killed at some moment while sequences arrive and generate: each has the
-    reference's tokens up to a clear error, or all of them, and all blocks come back."""
-    draw = random.Random(stages)
+@pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+async def test_kills_under_load(engines: Stack, stages: int, tensor: int) -> None:
+    """Thirty times a process beside the first is killed at some moment while sequences arrive and generate:
+    each has the reference's tokens up to a clear error, or all of them, and all blocks come back."""
+    draw, members = random.Random(10 * tensor + stages), stages * tensor
     await engines.lenders()
-    prefill, decode = await engines.prefill(), await engines.staged_decode(stages, process=True)
+    prefill = await engines.prefill()
+    decode = await engines.staged_decode(stages, tensor=tensor, process=True)
     known = [engines.reference.prompt(length, 60) for length in (200, 120, 75, 33)]
-    children = dict(zip(range(1, stages), engines.children[-stages + 1 :], strict=True))
+    children = dict(zip(range(1, members), engines.children[-members + 1 :], strict=True))
     began = time.monotonic()
     await asyncio.gather(*(turn(prefill, decode, engines.model, tokens, 60).run() for tokens, _ in known))
     calm_s = time.monotonic() - began
@@ -220,7 +268,7 @@ async def test_kills_under_load(engines: Stack, stages: int) -> None:
         turns = [turn(prefill, decode, engines.model, tokens, 60) for tokens, _ in known]
         running = [asyncio.create_task(one.run()) for one in turns]
         await asyncio.sleep(draw.random() * 1.2 * calm_s)  # some come to their end before
-        number = draw.randrange(1, stages)
+        number = draw.randrange(1, members)
         children[number].kill()
         children[number].wait()
         made = await asyncio.gather(*running, return_exceptions=True)
@@ -234,7 +282,8 @@ async def test_kills_under_load(engines: Stack, stages: int) -> None:
                 exact += 1
         await engines.idle("decode")
         await prefill_idle(prefill)
-        engines.decode_stage(number, stages, process=True)
+        stage, rank = divmod(number, tensor)
+        engines.decode_stage(stage, stages, rank=rank, tensor=tensor, process=True)
         children[number] = engines.children[-1]
         await engines.decode_together(decode)
     assert exact
@@ -246,16 +295,23 @@ async def test_kills_under_load(engines: Stack, stages: int) -> None:
     await engines.idle("decode")
 
 
-async def test_more_stages_than_layers_are_refused(engines: Stack) -> None:
-    config = decode_config(engines, shape=StageSettings(stages=4))
-    with pytest.raises(InvalidInput, match="stages = 4, and the model has 3 layers"):
-        load_stage(config)
+@pytest.mark.parametrize(
+    ("shape", "named"),
+    [
+        ({"stages": 4}, "stages = 4, and the model has 3 layers"),
+        ({"tensor": 3}, r"tensor = 3 does not divide 4 query heads, .* over 1, 2, 4$"),
+    ],
+)
+async def test_what_cannot_be_divided_is_refused(engines: Stack, shape: dict[str, int], named: str) -> None:
+    with pytest.raises(InvalidInput, match=named):
+        load_stage(decode_config(engines, shape=StageSettings(**shape)))
 
 
+@pytest.mark.parametrize("shape", [{"stages": 2}, {"tensor": 2}])
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"placement": "offload"}, 'placement = "offload" is not there where stages = 2'),
+        ({"placement": "offload"}, 'placement = "offload" is not there where (stages|tensor) = 2'),
         ({"placement": "grow"}, "placement"),
         ({"replicas": ("unix:/a", "unix:/b")}, "replicas"),
         ({"pipelining": "on"}, "pipelining"),
@@ -264,9 +320,16 @@ async def test_more_stages_than_layers_are_refused(engines: Stack) -> None:
         ({"core_lock": "/tmp/cores"}, "core_lock"),
     ],
 )
-async def test_what_stages_do_not_do_is_named(engines: Stack, changes: dict[str, Any], named: str) -> None:
+async def test_what_stages_do_not_do_is_named(
+    engines: Stack, shape: dict[str, int], changes: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ValueError, match=named):
-        decode_config(engines, shape=StageSettings(stages=2), **changes)
+        decode_config(engines, shape=StageSettings(**shape), **changes)
+
+
+async def test_ranks_of_a_network_that_is_not_private_are_refused(engines: Stack) -> None:
+    with pytest.raises(ValueError, match="private_network"):
+        decode_config(engines, shape=StageSettings(tensor=2, rank_host="10.0.0.7"))
 
 
 def decode_config(engines: Stack, **changes: Any) -> DecodeConfig:

@@ -314,14 +314,19 @@ async def prefill_and_decode_in_stages(engines: Stack) -> None:
 
 
 async def three_ranks(engines: Stack) -> None:
-    """Each has a KV head; what they saved a prefill with the whole model loads."""
+    """Each has a KV head, of prefill, of decode, and of both; what they saved one with the whole model
+    loads."""
     await engines.lenders()
     store = await engines.kvstore()
-    ranks, decode = await engines.staged(1, "p1", tensor=3), await engines.decode("d1")
+    ranks, whole = await engines.staged(1, "p1", tensor=3), await engines.prefill("p0")
+    decode, ranked = await engines.decode("d0"), await engines.staged_decode(1, "d1", tensor=3)
     await alone_and_at_once(engines, ranks, decode)
-    first = await saved(engines, store, ranks, decode)
-    await engines.idle("d1")
+    await alone_and_at_once(engines, whole, ranked)
+    first = await saved(engines, store, ranks, ranked)
+    await engines.idle("d0", "d1")
     await prefill_idle(ranks)
+    for name in ("p0", "d0"):
+        await engines.stop(name)
     prefill = await engines.prefill("p2", loads="always")
     decode = await engines.decode("d2", fetch_min_bytes=1 << 30)
     await loaded(engines, prefill, decode, first)
@@ -330,7 +335,7 @@ async def three_ranks(engines: Stack) -> None:
 
 async def two_stages_of_three_ranks(engines: Stack) -> None:
     await engines.lenders()
-    prefill, decode = await engines.staged(2, tensor=3), await engines.decode()
+    prefill, decode = await engines.staged(2, tensor=3), await engines.staged_decode(2, tensor=3)
     await alone_and_at_once(engines, prefill, decode)
     await engines.idle("decode")
     await prefill_idle(prefill)

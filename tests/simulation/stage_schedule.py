@@ -62,7 +62,7 @@ class SimulatedPrompt:
 
 
 class SimulatedSequence:
-    """It generates here, one token a block; its prompt's KV is written to each stage by itself. A token
+    """It generates here, one token a block; its prompt's KV is written to each process by itself. A token
     follows from those before it."""
 
     def __init__(self, world: StageSchedule, key: int, prompt: Label, new: int) -> None:
@@ -71,7 +71,9 @@ class SimulatedSequence:
         self.computed = len(prompt)
         self.physical: list[int] = []
         self.shared = 0
-        self.unwritten = {(number, index) for number in range(world.stages) for index in range(len(prompt))}
+        members = range(world.stages * world.tensor)
+        self.unwritten = {(number, index) for number in members for index in range(len(prompt))}
+        self.sampled = False  # its first token, by prefill
         self.ended = False
         self.results: list[str] = []
 
@@ -327,8 +329,7 @@ class StageSchedule:
         if self.generating:
             actions += [self.write] * 2 + [self.generate] * 2
         if kills:
-            # Where sequences generate, stages have one rank each.
-            actions += [self.submit] if self.tensor > 1 else [self.submit, self.reserve]
+            actions += [self.submit, self.reserve]
             if self.draw.random() < 0.2:
                 actions.append(self.cancel_sequence)
             if self.draw.random() < 0.2:
@@ -376,10 +377,12 @@ class StageSchedule:
         self.group.reserve(formed, sequence, common_pb2.Job(), shared_blocks=one.shared)
 
     def write(self) -> None:
-        """Prefill sends one block to one stage, or after the last one has come the first token."""
+        """Prefill sends one block to one process, or after the last one has come the first token."""
         one = self.sequences[self.draw.choice(self.generating)]
         if not one.unwritten:
-            self.posted.append(lambda: self.start(one))
+            if not one.sampled:
+                one.sampled = True
+                self.posted.append(lambda: self.start(one))
             return
         number, index = self.draw.choice(sorted(one.unwritten))
         if number:
@@ -448,21 +451,25 @@ class StageSchedule:
             spans.append(SimulatedSpan(prompt, range(at, at + 1)))
         if not spans:
             return
-        iteration: Any = SimpleNamespace(
-            leaving=object() if self.stages > 1 else None,
-            groups=spans,
-            going_on=range(len(spans)),
-            timing=SimpleNamespace(own_s=0.0),
-        )
-        hidden: Any = None
-        if self.group.shared is not None:
-            self.group.shared(iteration, hidden)
-        self.group.pass_on(iteration)
+        self.iterate(spans)
         for prompt in chosen:
             self.allocator.publish(prompt.blocks[prompt.computed], prompt.ids[prompt.computed])
             prompt.computed += 1
             if self.stages == 1 and prompt.computed == len(prompt.labels):
                 self.sampled(prompt.key, common_pb2.SampledToken(token=1, position=prompt.computed))
+
+    def iterate(self, groups: Sequence[Any]) -> bool:
+        """An iteration of these, as far as the first stage goes. Whether it goes on down the line."""
+        iteration: Any = SimpleNamespace(
+            leaving=object() if self.stages > 1 else None,
+            groups=groups,
+            going_on=range(len(groups)),
+            timing=SimpleNamespace(own_s=0.0),
+        )
+        hidden: Any = None
+        if self.group.shared is not None:
+            self.group.shared(iteration, hidden)
+        return self.group.pass_on(iteration)
 
     def admit(self, prompt: SimulatedPrompt) -> None:
         found = self.allocator.match(prompt.ids[:-1])  # the last one is always computed
@@ -496,10 +503,12 @@ class StageSchedule:
             rows.append(one)
         if not rows:
             return
-        iteration: Any = SimpleNamespace(
-            leaving=object(), groups=[SimulatedRows(rows)], going_on=[0], timing=SimpleNamespace(own_s=0.0)
-        )
-        if not self.group.pass_on(iteration):
+        goes_on = self.iterate([SimulatedRows(rows)])
+        if self.stages == 1:
+            for one in rows:
+                self.append(one, following(one.tokens))
+            return
+        if not goes_on:
             raise AssertionError("a line that takes more took none")
         self.under_way |= {one.key: [] for one in rows}
 

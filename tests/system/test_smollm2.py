@@ -150,7 +150,10 @@ def test_an_answer_goes_on_when_its_instance_dies(folder: Path, reference: Any, 
     [
         ({"colocated": True}, {"decode"}),
         ({"stages": 2, "decode_stages": 2}, {"prefill", "decode", "prefill-stage-1", "decode-stage-1"}),
-        ({"tensor": 3}, {"prefill", "decode", "prefill-rank-1", "prefill-rank-2"}),
+        (
+            {"tensor": 3, "decode_tensor": 3},
+            {f"{service}{rank}" for service in ("prefill", "decode") for rank in ("", "-rank-1", "-rank-2")},
+        ),
     ],
     ids=["colocated", "stages", "tensor"],
 )

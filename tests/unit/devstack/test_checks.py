@@ -115,6 +115,7 @@ def test_a_folder_that_lacks_something_of_a_model_is_refused(tmp_path: Path) -> 
         (["--stages", "9"], "--stages, or [prefill]: stages = 9, and the model has 2 layers"),
         (["--decode-stages", "3"], "--decode-stages, or [decode]: stages = 3, and the model has 2 layers"),
         (["--tensor", "3"], "--tensor, or [prefill]: tensor = 3 does not divide"),
+        (["--decode-tensor", "3"], "--decode-tensor, or [decode]: tensor = 3 does not divide"),
     ],
 )
 def test_more_stages_or_ranks_than_the_model_has_are_named_before_anything_starts(

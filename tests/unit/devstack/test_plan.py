@@ -278,6 +278,23 @@ def test_stages_of_a_decode_are_processes_with_an_address_each() -> None:
     assert refused.value.param == "decode_stages"
 
 
+def test_ranks_of_a_decode_are_processes_with_an_address_each() -> None:
+    settings = UpSettings(decode_stages=2, decode_tensor=2)
+    plans = processes(settings, PLACE, 8, 1, {}, user={})
+    ours = {plan.name: flags(plan.command) for plan in plans if plan.service == "decode"}
+    assert {name: (one["stage"], one["rank"]) for name, one in ours.items()} == {
+        "decode": ("0", "0"), "decode-rank-1": ("0", "1"),
+        "decode-stage-1": ("1", "0"), "decode-stage-1-rank-1": ("1", "1"),
+    }  # fmt: skip
+    assert len({one["data_listen"] for one in ours.values()}) == 4
+    written = tables(settings, PLACE, 8, {})
+    assert (written["decode"]["stages"], written["decode"]["tensor"]) == (2, 2)
+    assert "tensor" not in written["prefill"]
+    with pytest.raises(InvalidInput, match="leave one of them out") as refused:
+        tables(UpSettings(decode=2, decode_tensor=2, rotate=True), PLACE, 8, {})
+    assert refused.value.param == "decode_tensor"
+
+
 def test_one_stage_is_the_prefill_that_there_was() -> None:
     plans = processes(UpSettings(), PLACE, 8, 1, {}, user={})
     (prefill,) = [plan for plan in plans if plan.service == "prefill"]

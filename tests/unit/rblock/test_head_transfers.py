@@ -34,6 +34,6 @@ def test_each_head_arrives_once(senders: int, receivers: int) -> None:
 @pytest.mark.parametrize(("senders", "receivers"), [(2, 3), (3, 2), (4, 6)])
 def test_shares_that_cut_each_other_are_refused(senders: int, receivers: int) -> None:
     with pytest.raises(
-        InvalidInput, match=f"over {senders} ranks cannot be sent to a head group of {receivers}"
+        InvalidInput, match=f"over {senders} ranks cannot be sent to a head group, or ranks, of {receivers}"
     ):
         transfers(divided(senders)[0], receivers)
