@@ -1,11 +1,12 @@
 """`kvcommons bench stages`: a prompt through pipeline stages (Mnemosyne, section 4.3, figures 15 and 16).
 
 Four questions. Two stages of one thread against one process of two threads, by the time to a first token
-of real stacks (`--parts wall`), and by the tokens of sequences that generate side by side (`generation`).
-What four stages would take on cores of their own: each chunk's processor time in each stage, measured alone,
-and the longest path through all of them (`replay`). What sixteen would, by the scheduler and the bookkeeping
-of the real first stage on a simulated clock, from what was measured (`simulation`). Efficiency is the time of
-one stage over that of p stages, over p; the line's filling counts.
+of real stacks (`--parts wall`), and by the tokens of sequences that generate side by side, there with two
+ranks of one thread, too (`generation`). What four stages would take on cores of their own: each chunk's
+processor time in each stage, measured alone, and the longest path through all of them (`replay`). What
+sixteen would, by the scheduler and the bookkeeping of the real first stage on a simulated clock, from what
+was measured (`simulation`). Efficiency is the time of one stage over that of p stages, over p; the line's
+filling counts.
 """
 
 from __future__ import annotations
@@ -133,29 +134,32 @@ def _generation(
     ratios: dict[str, float],
     rows: list[Row],
 ) -> None:
-    """Sequences that generate side by side: decode as one process of two threads, and as two stages of one,
-    in turn."""
-    ways = {"decode, 2 threads": (1, 2), "2 stages of decode, 1 thread": (2, 1)}
+    """Sequences that generate side by side: decode as one process of two threads, as two stages of one, and
+    as two ranks of one, in turn."""
+    alone = "decode, 2 threads"
+    divided = {"two stages": "2 stages of decode, 1 thread", "two ranks": "2 ranks of decode, 1 thread"}
+    shapes = [(1, 1, 2), (2, 1, 1), (1, 2, 1)]  # stages, ranks of each, threads
+    ways = dict(zip([alone, *divided.values()], shapes, strict=True))
     rates: dict[str, list[float]] = {way: [] for way in ways}
     gaps: dict[str, list[float]] = {way: [] for way in ways}
     used = {way: defaultdict[str, float](float) for way in ways}
     with ExitStack() as running:
-        progress("starting two stacks that generate")
+        progress("starting stacks that generate")
         capacity = options.batch * (options.context + options.answer + 2 * BLOCK_TOKENS)
         engine = {"block_tokens": BLOCK_TOKENS, "capacity_tokens": capacity}
         stacks = {}
-        for number, (way, (stages, threads)) in enumerate(ways.items()):
+        for number, (way, (stages, tensor, threads)) in enumerate(ways.items()):
             decode = {**engine, "threads": threads, "max_local_prefill_tokens": 0}
             stacks[way] = running.enter_context(
                 RunningStack(
                     folder / f"generating-{number}",
                     tables={"prefill": engine, "decode": decode, "up": {"core_lock": False}},
-                    model=str(model), attention_pool=0, decode_stages=stages,
+                    model=str(model), attention_pool=0, decode_stages=stages, decode_tensor=tensor,
                 )
             )  # fmt: skip
         for round_ in range(options.rounds + 1):  # the first one warms up
             progress(f"generation, round {round_ + 1} of {options.rounds + 1}")
-            for way in list(ways) if round_ % 2 else list(ways)[::-1]:
+            for way in list(ways)[:: 1 if round_ % 2 else -1]:
                 prompts = [prompt(1000 * round_ + one, options.context) for one in range(options.batch)]
                 at_once(stacks[way].client, prompts, 1)  # their history is found from here on
                 before = cpu_by_process_s(stacks[way])
@@ -171,13 +175,13 @@ def _generation(
                     for name, seconds in cpu_by_process_s(stacks[way]).items():
                         if name.startswith("decode"):
                             used[way][name] += (seconds - before[name]) / generated
-    alone, staged = ways
-    ratios["two stages of decode over one process, tokens/s"] = statistics.median(
-        [two / one for one, two in zip(rates[alone], rates[staged], strict=True)]
-    )
-    ratios["two stages of decode over one process, between tokens"] = statistics.median(
-        gaps[staged]
-    ) / statistics.median(gaps[alone])
+    for shape, way in divided.items():
+        ratios[f"{shape} of decode over one process, tokens/s"] = statistics.median(
+            [two / one for one, two in zip(rates[alone], rates[way], strict=True)]
+        )
+        ratios[f"{shape} of decode over one process, between tokens"] = statistics.median(
+            gaps[way]
+        ) / statistics.median(gaps[alone])
     for way in ways:
         rows.append({"what": "between tokens", "way": way, "seconds": statistics.median(gaps[way])})
         rows.append({"what": "1 / tokens a second", "way": way, "seconds": 1 / statistics.median(rates[way])})

@@ -20,7 +20,7 @@ class IterationTiming:
     network_s: float = 0.0  # sending the queries, and the rest of that time
     waiting_s: float = 0.0  # for the lock of the model, or in the queue of a holder
     pool_s: float = 0.0  # that the slowest holder computed, waited for or not
-    away_s: float = 0.0  # slices that other replicas computed
+    away_s: float = 0.0  # slices that other replicas, or other stages, computed
     between_layers_s: float = 0.0  # what it gave way to between two of its layers
     moved_s: float = 0.0  # activations on their way there and back
     away: int = 0  # those slices
@@ -68,6 +68,11 @@ class IterationTiming:
         self.away_s += away_s
         self.waiting_s += waiting_s
         self.moved_s += blocked_s - away_s - waiting_s
+
+    def came_back(self, away_s: float) -> None:
+        """From the stages behind this one, which had it for so long."""
+        self.seconds += away_s
+        self.away_s += away_s
 
     @contextmanager
     def slice(self, lock: AbstractContextManager[None]) -> Iterator[None]:

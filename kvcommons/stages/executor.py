@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from kvcommons.engine.core import Core
@@ -114,6 +115,8 @@ class Pipelined(Inline):
         if any(key not in tokens for key in keys):
             raise ValueError("an iteration came back without the token of one of its sequences")
         commands = [command for key in keys for command in self._waiting.pop(key)]
+        # A token takes as long as all stages do: so what is predicted of one is.
+        iteration.timing.came_back(time.monotonic() - iteration.left_s)
         self._work.take_results(iteration, [[tokens[key] for key in keys]])
         for command in commands:
             command()

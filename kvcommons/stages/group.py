@@ -265,7 +265,8 @@ class StageGroup:
             return False
         groups = [iteration.groups[number] for number in iteration.going_on]
         changes, spans = self._planned(formed, groups)
-        formed.outstanding.passed_on(time.monotonic(), iteration)
+        iteration.left_s = time.monotonic()
+        formed.outstanding.passed_on(iteration.left_s, iteration)
         formed.send(changes, spans, iteration)
         return True
 

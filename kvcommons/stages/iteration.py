@@ -39,6 +39,7 @@ class StageIteration(Iteration):
         self._summed = core.model.rank.ranks > 1
         self.going_on: list[int] = []
         self.leaving: Tensor | None = None
+        self.left_s = 0.0  # when it went on to the next stage
 
     def _begin(self, positions: Tensor) -> State:
         if self._entering is None and self._entered is None:

@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 
 from kvcommons.config import DataPlane
+from kvcommons.engine.iteration_costs import IterationCosts, IterationWork
 from kvcommons.errors import CapacityExhausted, InvalidInput, KVCommonsError, Loading, Unavailable
-from kvcommons.pb import common_pb2
+from kvcommons.pb import common_pb2, ledger_pb2
+from kvcommons.rpc.directory import Directory
 from kvcommons.stages.settings import StageSettings
 from services.decode.config import DecodeConfig
 from services.decode.stage import load_stage
-from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, settings
+from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, prefill_idle, settings
 from tests.contract.engine_turns import Turn, prompt, turn
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_truncation import Session, stays_in_use
 from tests.contract.truncation_reference import TruncatedReference
+from tests.machine import scaled
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
@@ -165,6 +168,27 @@ async def test_what_the_store_has_no_more_prefill_pushes_to_all_stages(engines: 
     assert (await made.run()).tokens == expected
     assert made.missing == [0]
     await engines.idle("decode")
+
+
+async def test_a_token_is_expected_to_take_as_long_as_all_stages_do(
+    engines: Stack, unhurried: SlowIterations
+) -> None:
+    """By what the first one alone takes, the router would take requests of a class that nobody can keep."""
+    others_s = 2 * scaled(0.02)  # that the fixture makes their iterations longer
+    await engines.lenders()
+    prefill, decode = await engines.prefill(), await engines.staged_decode(3)
+    await turn(prefill, decode, engines.model, prompt(20, 1), 40).run()
+    directory = Directory(engines.ledger, "test")
+    directory.start()
+    try:
+
+        def expected_s() -> float:
+            (load,) = [one.load for one in directory.instances("decode")] or [ledger_pb2.Load()]
+            return IterationCosts.of(load.costs).seconds(IterationWork(rows=1))
+
+        await eventually(lambda: expected_s() > 0.75 * others_s)
+    finally:
+        await directory.stop()
 
 
 @pytest.mark.parametrize("shapes", [[(2, 1), (3, 1)], [(1, 2), (2, 2)]])

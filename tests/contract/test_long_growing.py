@@ -1,5 +1,5 @@
-"""Prompts of 16K tokens of the 7M model over holders that join while they are computed: tokens and
-log-probabilities are those of transformers."""
+"""Prompts of 16K tokens of the 7M model in chunks of any size, in stages and ranks, and over holders that
+join while they are computed: tokens and log-probabilities are those of transformers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.contract.engine_turns import Turn, turn
 from tests.contract.test_engine_growing import lent, until_lent
 from tests.contract.test_engine_reuse import stored
 from tests.exactness import evident
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -82,6 +83,60 @@ def asked(stack: Stack, long: Long, prefill: Any, decode: Any, **changes: Any) -
 def assert_exact(one: Turn, long: Long) -> None:
     assert one.tokens == long.answer
     assert [token.logprob for token in one.sampled] == pytest.approx(long.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("chunk_tokens", [32, 4096])
+async def test_in_chunks_of_one_size(stack: Stack, long: Long, chunk_tokens: int) -> None:
+    await stack.lenders()
+    prefill = await stack.prefill(engine={"capacity_tokens": CAPACITY}, chunk_tokens=chunk_tokens)
+    decode = await stack.decode(engine={"capacity_tokens": CAPACITY})
+    one = asked(stack, long, prefill, decode)
+    await one.run()
+    assert_exact(one, long)
+    await stack.idle("decode")
+    await prefill_idle(prefill)
+
+
+async def test_in_chunks_that_keep_others_objective(stack: Stack, long: Long) -> None:
+    """Decode computes the prompt beside a sequence that generates, in chunks that its objective leaves."""
+    await stack.lenders()
+    decode = await stack.decode(
+        engine={"capacity_tokens": 2 * CAPACITY}, max_local_prefill_tokens=CAPACITY, chunk_tokens=4096,
+        tbt_objective_s=0.1,
+    )  # fmt: skip
+    beside = turn(None, decode, stack.model, long.tokens[:64], 4000)
+    beside.call_s = 300.0
+    talking = asyncio.create_task(beside.run())
+    await eventually(lambda: bool(beside.tokens))
+    one = asked(stack, long, None, decode)
+    await one.run()
+    talking.cancel()
+    await asyncio.gather(talking, return_exceptions=True)
+    assert_exact(one, long)
+    assert one.reserved is not None
+    assert one.reserved.computes
+    assert 1 < len(beside.tokens) < 4000
+    await stack.idle("decode")
+
+
+@pytest.mark.parametrize(
+    ("prefills", "decodes"),
+    [((1, 2), (1, 1)), ((4, 1), (2, 1)), ((1, 2), (1, 2)), ((2, 2), (2, 2))],
+    ids=lambda shape: f"{shape[0]}x{shape[1]}",
+)
+async def test_in_stages_and_ranks(
+    stack: Stack, long: Long, prefills: tuple[int, int], decodes: tuple[int, int]
+) -> None:
+    """So many stages of so many ranks each: of prefill, and of decode."""
+    await stack.lenders()
+    engine: dict[str, Any] = {"capacity_tokens": CAPACITY}
+    prefill = await stack.staged(prefills[0], tensor=prefills[1], engine=engine, chunk_tokens=512)
+    decode = await stack.staged_decode(decodes[0], tensor=decodes[1], engine=engine)
+    one = asked(stack, long, prefill, decode)
+    await one.run()
+    assert_exact(one, long)
+    await stack.idle("decode")
+    await prefill_idle(prefill)
 
 
 @pytest.mark.parametrize("holders", [1, 2, 4])
