@@ -17,7 +17,7 @@ from kvcommons.holder.head_group import Creditor
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
-from kvcommons.pb.common_pb2 import SampledToken
+from kvcommons.pb.common_pb2 import Heads, SampledToken
 from kvcommons.rblock.heads import divided
 from kvcommons.rpc.dialer import Dialer
 from kvcommons.transport.base import Observation
@@ -205,7 +205,7 @@ async def test_heads_come_by_parts(served: Served) -> None:
         ref = await borrow(client, 4 * BLOCK_TOKENS)
         sender = DataClient(served.data)
 
-        def write(heads: pb.Heads, payload: list[memoryview]) -> None:
+        def write(heads: Heads, payload: list[memoryview]) -> None:
             request = pb.DataRequest(
                 deadline_ms=5000,
                 write_blocks=pb.WriteBlocks(
@@ -220,7 +220,7 @@ async def test_heads_come_by_parts(served: Served) -> None:
         client.read_blocks(ref, 1, 0, into, soon())
         assert [bytes(one) for one in into] == [bytes(one) for one in objects]
         first = divided(2)[0]
-        for heads in (pb.Heads(number=2, parts=2), pb.Heads(number=0, parts=1), pb.Heads(number=0, parts=3)):
+        for heads in (Heads(number=2, parts=2), Heads(number=0, parts=1), Heads(number=0, parts=3)):
             with pytest.raises(InvalidInput):
                 write(heads, first.pieces(objects))
         with pytest.raises(InvalidInput, match="came with"):
