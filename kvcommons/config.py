@@ -89,7 +89,7 @@ class Node:
     # folder with ca.crt, tls.crt and tls.key; by default not at all.
     certificates: str | None = None
     token_file: str | None = None  # or by this: a file with a secret that all have
-    # Nobody but this stack's services is on the network: what has no TLS (UCX, sums of ranks) may use it.
+    # Nobody but this stack's services is on the network: what has no TLS (UCX) may use it.
     private_network: bool = False
 
 

@@ -43,7 +43,7 @@ class DataRequest(_message.Message):
     JOIN_STAGES_FIELD_NUMBER: _builtins.int
     STAGE_PLAN_FIELD_NUMBER: _builtins.int
     AWAIT_PLACES_FIELD_NUMBER: _builtins.int
-    MEET_RANKS_FIELD_NUMBER: _builtins.int
+    JOIN_RANKS_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """from receipt; the server gives up after it"""
     traceparent: _builtins.str
@@ -76,7 +76,7 @@ class DataRequest(_message.Message):
     @_builtins.property
     def await_places(self) -> Global___AwaitPlaces: ...
     @_builtins.property
-    def meet_ranks(self) -> Global___MeetRanks: ...
+    def join_ranks(self) -> Global___JoinRanks: ...
     def __init__(
         self,
         *,
@@ -96,13 +96,13 @@ class DataRequest(_message.Message):
         join_stages: Global___JoinStages | None = ...,
         stage_plan: Global___StagePlan | None = ...,
         await_places: Global___AwaitPlaces | None = ...,
-        meet_ranks: Global___MeetRanks | None = ...,
+        join_ranks: Global___JoinRanks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["await_history", b"await_history", "await_places", b"await_places", "change_plan", b"change_plan", "compute_slice", b"compute_slice", "describe_plan", b"describe_plan", "get_layers", b"get_layers", "join_stages", b"join_stages", "meet_ranks", b"meet_ranks", "meet_replica", b"meet_replica", "op", b"op", "open_plan", b"open_plan", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "stage_plan", b"stage_plan", "start_sequence", b"start_sequence", "write_blocks", b"write_blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["await_history", b"await_history", "await_places", b"await_places", "change_plan", b"change_plan", "compute_slice", b"compute_slice", "describe_plan", b"describe_plan", "get_layers", b"get_layers", "join_ranks", b"join_ranks", "join_stages", b"join_stages", "meet_replica", b"meet_replica", "op", b"op", "open_plan", b"open_plan", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "stage_plan", b"stage_plan", "start_sequence", b"start_sequence", "write_blocks", b"write_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["await_history", b"await_history", "await_places", b"await_places", "change_plan", b"change_plan", "compute_slice", b"compute_slice", "deadline_ms", b"deadline_ms", "describe_plan", b"describe_plan", "get_layers", b"get_layers", "join_stages", b"join_stages", "meet_ranks", b"meet_ranks", "meet_replica", b"meet_replica", "op", b"op", "open_plan", b"open_plan", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "stage_plan", b"stage_plan", "start_sequence", b"start_sequence", "traceparent", b"traceparent", "write_blocks", b"write_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["await_history", b"await_history", "await_places", b"await_places", "change_plan", b"change_plan", "compute_slice", b"compute_slice", "deadline_ms", b"deadline_ms", "describe_plan", b"describe_plan", "get_layers", b"get_layers", "join_ranks", b"join_ranks", "join_stages", b"join_stages", "meet_replica", b"meet_replica", "op", b"op", "open_plan", b"open_plan", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "stage_plan", b"stage_plan", "start_sequence", b"start_sequence", "traceparent", b"traceparent", "write_blocks", b"write_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "get_layers", "write_blocks", "read_blocks", "start_sequence", "await_history", "compute_slice", "meet_replica", "open_plan", "change_plan", "describe_plan", "join_stages", "stage_plan", "await_places", "meet_ranks"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "get_layers", "write_blocks", "read_blocks", "start_sequence", "await_history", "compute_slice", "meet_replica", "open_plan", "change_plan", "describe_plan", "join_stages", "stage_plan", "await_places", "join_ranks"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -122,7 +122,6 @@ class DataReply(_message.Message):
     PLAN_DESCRIPTION_FIELD_NUMBER: _builtins.int
     STAGE_REPORT_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
-    MET_RANKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> _common_pb2.ErrorDetail:
         """absent when the request was carried out"""
@@ -145,8 +144,6 @@ class DataReply(_message.Message):
     def stage_report(self) -> Global___StageReport: ...
     @_builtins.property
     def places(self) -> Global___Places: ...
-    @_builtins.property
-    def met_ranks(self) -> Global___MetRanks: ...
     def __init__(
         self,
         *,
@@ -160,13 +157,12 @@ class DataReply(_message.Message):
         plan_description: Global___PlanDescription | None = ...,
         stage_report: Global___StageReport | None = ...,
         places: Global___Places | None = ...,
-        met_ranks: Global___MetRanks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_ranks", b"met_ranks", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "places", b"places", "plan_description", b"plan_description", "put_layer", b"put_layer", "stage_report", b"stage_report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "places", b"places", "plan_description", b"plan_description", "put_layer", b"put_layer", "stage_report", b"stage_report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_ranks", b"met_ranks", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "places", b"places", "plan_description", b"plan_description", "put_layer", b"put_layer", "stage_report", b"stage_report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "places", b"places", "plan_description", b"plan_description", "put_layer", b"put_layer", "stage_report", b"stage_report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "got_layer", "done", "placed_history", "computed_slice", "met_replica", "plan_description", "stage_report", "places", "met_ranks"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "got_layer", "done", "placed_history", "computed_slice", "met_replica", "plan_description", "stage_report", "places"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -907,8 +903,7 @@ class JoinStages(_message.Message):
     NEXT_ADDRESS_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
-    MEETING_FIELD_NUMBER: _builtins.int
-    BESIDE_FIELD_NUMBER: _builtins.int
+    ABOVE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     model: _builtins.bytes
     """fingerprint"""
@@ -922,11 +917,9 @@ class JoinStages(_message.Message):
     """as which all stages save to the kvstore: they make one block together"""
     rank: _builtins.int
     """of its stage, that is asked; the first is 0"""
-    meeting: _builtins.str
-    """where the ranks of a stage find each other; empty: a stage has one"""
     @_builtins.property
-    def beside(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """data addresses of its stage's other ranks, to which the first one sends on what it is sent"""
+    def above(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """data addresses of the ranks of its stage that come after it: it sums up with them, and the"""
 
     def __init__(
         self,
@@ -938,62 +931,42 @@ class JoinStages(_message.Message):
         next_address: _builtins.str = ...,
         writer: _builtins.str = ...,
         rank: _builtins.int = ...,
-        meeting: _builtins.str = ...,
-        beside: _abc.Iterable[_builtins.str] | None = ...,
+        above: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside", b"beside", "blocks", b"blocks", "epoch", b"epoch", "meeting", b"meeting", "model", b"model", "next_address", b"next_address", "number", b"number", "rank", b"rank", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["above", b"above", "blocks", b"blocks", "epoch", b"epoch", "model", b"model", "next_address", b"next_address", "number", b"number", "rank", b"rank", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinStages: _TypeAlias = JoinStages  # noqa: Y015
 
 @_typing.final
-class MeetRanks(_message.Message):
-    """From each rank to the first stage's first one, where they learn each other's addresses for sums: what is known by this
-    key from here on, or without a value what another rank says by it; the answer waits for that until the deadline.
+class JoinRanks(_message.Message):
+    """From a rank of a stage to each one that comes after it. Once it is Done no other request comes on this connection:
+    it carries parts of sums, one a frame without a head, both ways, until one end closes it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    KEY_FIELD_NUMBER: _builtins.int
-    VALUE_FIELD_NUMBER: _builtins.int
-    key: _builtins.str
-    """epoch, stage and rank are in it"""
-    value: _builtins.bytes
+    EPOCH_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    rank: _builtins.int
+    """that calls"""
     def __init__(
         self,
         *,
-        key: _builtins.str = ...,
-        value: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___MeetRanks: _TypeAlias = MeetRanks  # noqa: Y015
-
-@_typing.final
-class MetRanks(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VALUE_FIELD_NUMBER: _builtins.int
-    value: _builtins.bytes
-    def __init__(
-        self,
-        *,
-        value: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MetRanks: _TypeAlias = MetRanks  # noqa: Y015
+Global___JoinRanks: _TypeAlias = JoinRanks  # noqa: Y015
 
 @_typing.final
 class StagePlan(_message.Message):

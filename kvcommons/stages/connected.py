@@ -9,17 +9,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from kvcommons.errors import DataLoss, KVCommonsError, from_detail
+from kvcommons.errors import KVCommonsError
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.stages.epoch import EpochState, StageAddress
 from kvcommons.stages.iteration import StageIteration
 from kvcommons.stages.link import StageLink
-from kvcommons.stages.ranks import Meeting
 from kvcommons.transport.base import Connection
+from kvcommons.transport.client import receive_reply
 from kvcommons.transport.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ class ConnectedEpoch(EpochState):
         self._addresses = ["", *(member.data_address for member in members)]
         self._link = self._open(tensor, dialer) if len(self._addresses) > tensor else None
         self._beside = [self._open(rank, dialer) for rank in range(1, tensor)]
-        self._meeting: Meeting | None = None
         self._sending = threading.Lock()  # loads begin and end on threads of their own
         self._clients = [dialer.client(member.data_address, "stage") for member in members]
         self._reports: list[Connection] = []
@@ -51,12 +49,10 @@ class ConnectedEpoch(EpochState):
     def join(self, writer: str) -> None:
         core, deadline = self._group.core, Deadline.after(JOIN_S)
         ranks, tensor = self._group.ranks, self._tensor
-        if ranks is not None:
-            self._meeting = Meeting(ranks.host, ranks.dialer.credentials)
         for member, client in zip(self.members, self._clients, strict=True):
             connection = client.connect(deadline)
             self._reports.append(connection)
-            (stage, rank), first = divmod(member.number, tensor), member.number + 1
+            stage, rank = divmod(member.number, tensor)
             next_number = member.number + tensor
             leads = not rank and next_number < len(self._addresses)
             join = pb.JoinStages(
@@ -67,15 +63,14 @@ class ConnectedEpoch(EpochState):
                 next_address=self._addresses[next_number] if leads else "",
                 writer=writer,
                 rank=rank,
-                meeting="" if self._meeting is None else self._meeting.address,
-                beside=[] if rank else self._addresses[first : first + tensor - 1],
+                above=self._addresses[member.number + 1 : (stage + 1) * tensor],
             )
             request = pb.DataRequest(deadline_ms=deadline.left_ms(), join_stages=join)
             connection.send(request.SerializeToString(), (), deadline)
         for connection in self._reports:
-            _receive(connection, deadline)
-        if ranks is not None and self._meeting is not None:
-            ranks.join(self.number, 0, self._meeting.address)
+            receive_reply(connection, deadline)
+        if ranks is not None:
+            ranks.join(self.number, self._addresses[1:tensor])
 
     def follow(self) -> None:
         self._followed = True
@@ -111,9 +106,7 @@ class ConnectedEpoch(EpochState):
         for link in [*self._beside, *([] if self._link is None else [self._link])]:
             link.close()
         if self._group.ranks is not None:
-            self._group.ranks.leave()
-        if self._meeting is not None:
-            self._meeting.close()
+            self._group.ranks.leave(self.number)
         for client in self._clients:
             client.close()
         for connection in self._reports:
@@ -128,7 +121,7 @@ class ConnectedEpoch(EpochState):
         """A thread of its own for each member."""
         try:
             while True:
-                report = _receive(connection, Deadline.after(SILENCE_S))
+                report = receive_reply(connection, Deadline.after(SILENCE_S)).stage_report
                 for ended in report.loads:  # at once: the engine's thread may be waiting for it
                     load = self.loads.get(ended.load)
                     if load is not None:
@@ -142,16 +135,3 @@ class ConnectedEpoch(EpochState):
 
     def _tell_lost(self, error: KVCommonsError) -> None:
         self._group.engine.post(partial(self._group.lost, self, error))
-
-
-def _receive(connection: Connection, deadline: Deadline) -> pb.StageReport:
-    """Raises what the stage raised, Unavailable, DeadlineExceeded, DataLoss."""
-    head, _ = connection.receive_head(deadline)
-    connection.drain(deadline)
-    try:
-        reply = pb.DataReply.FromString(head)
-    except DecodeError as error:
-        raise DataLoss(f"{connection.peer} sent a head that is no DataReply: run one version") from error
-    if reply.HasField("error"):
-        raise from_detail(reply.error)
-    return reply.stage_report

@@ -136,6 +136,8 @@ class Follower:
             self._take(request.stage_plan, exchange)
         elif op == "write_blocks":
             self._write(request.write_blocks, exchange)
+        elif op == "join_ranks" and self._ranks is not None:
+            self._ranks.welcome(request.join_ranks, exchange)
         else:
             raise UnsupportedParameter(f"a pipeline stage does not answer {op}", param="op")
 
@@ -176,13 +178,12 @@ class Follower:
                 param="model",
             )
         rank, last = core.model.rank, core.layers.stop == core.model.spec.layers
-        mine = (join.number, join.rank, bool(join.meeting)) == (self._number, rank.number, rank.ranks > 1)
-        leads = not rank.number
-        if (
-            not mine
-            or (leads and bool(join.next_address) == last)
-            or len(join.beside) != (rank.ranks - 1 if leads else 0)
-        ):
+        mine = (join.number, join.rank, len(join.above)) == (
+            self._number,
+            rank.number,
+            rank.ranks - 1 - rank.number,
+        )
+        if not mine or (not rank.number and bool(join.next_address) == last):
             raise InvalidInput(
                 f"this is rank {rank.number} of {rank.ranks} of stage {self._number}, of layers "
                 f"{core.layers.start} … {core.layers[-1]}, and was taken for rank {join.rank} of stage "
@@ -260,8 +261,9 @@ class _Epoch:
         self._follower = follower
         self._core = follower.core
         self._link = StageLink(join.next_address, join.epoch, follower._dialer) if join.next_address else None
-        self._beside = [StageLink(address, join.epoch, follower._dialer) for address in join.beside]
-        self._meeting = join.meeting
+        beside = [] if join.rank else join.above
+        self._beside = [StageLink(address, join.epoch, follower._dialer) for address in beside]
+        self._above = list(join.above)
         self._plans: queue.SimpleQueue[tuple[pb.StagePlan, Tensor | None] | None] = queue.SimpleQueue()
         self._received = 0
         self._batches = SteppedBatches(self._core)
@@ -330,6 +332,8 @@ class _Epoch:
         self._plans.put(None)
         for link in self._links:
             link.close()
+        if self._follower._ranks is not None:
+            self._follower._ranks.leave(self.number)
 
     def report(self) -> pb.StageReport:
         """What has happened since the last one. Raises why the epoch has ended."""
@@ -373,7 +377,7 @@ class _Epoch:
         ranks = self._follower._ranks
         try:
             if ranks is not None:
-                ranks.join(self.number, self._follower._number, self._meeting)
+                ranks.join(self.number, self._above)
             with torch.inference_mode():
                 while (item := self._plans.get()) is not None and self._failure is None:
                     self._carry_out(*item)
@@ -386,7 +390,7 @@ class _Epoch:
             )
         finally:
             if ranks is not None:
-                ranks.leave()
+                ranks.leave(self.number)
             with self._changed:
                 loads, self._loads = list(self._loads.values()), {}
                 held = list(self._held.values())

@@ -1,167 +1,133 @@
-"""The ranks of one stage, from one of them: what each has computed is summed over `torch.distributed`.
+"""The ranks of one stage, from one of them: how they come together, and sum up what each has computed.
 
-An epoch has a process group of its own. A rank that dies closes its sockets, and its peers' sums fail at
-once; one that stands still makes them fail when their time is over. Whoever fails leaves, which closes its
-own.
+An epoch has connections of its own, one between any two ranks: each calls those above it at their data
+planes. A rank that dies closes them, and its peers' sums fail at once; one that stands still makes them fail
+when their time is over. Whoever fails leaves, which closes its own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import closing
-from datetime import timedelta
-from typing import TypeAlias
 
-import torch.distributed
 from torch import Tensor
 
 from kvcommons.backend.interface import Device
-from kvcommons.errors import (
-    DeadlineExceeded,
-    InvalidInput,
-    KVCommonsError,
-    Unavailable,
-    UnsupportedParameter,
-)
+from kvcommons.errors import DeadlineExceeded, InvalidInput, KVCommonsError, StaleEpoch, Unavailable
 from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rpc.dialer import UNSECURED, Dialer
-from kvcommons.security.credentials import OPEN, Credentials
-from kvcommons.transport.client import DataClient
+from kvcommons.stages.sums import RankSums
+from kvcommons.transport.base import Connection
+from kvcommons.transport.client import receive_reply
 from kvcommons.transport.deadline import Deadline
-from kvcommons.transport.server import DataServer, Exchange
+from kvcommons.transport.server import Exchange
 
 JOIN_S = 10.0  # for all ranks of a stage to meet
 SUM_S = 5.0  # of one sum, the wait for the slowest rank included
-_CLOSE_S = 1.0  # for a meeting's threads to end
-_SAID_MAX, _SAID_BYTES_MAX = 4096, 65_536  # keys of a meeting, and one with its value
-
-ProcessGroup: TypeAlias = torch.distributed.ProcessGroupGloo
-
-
-class Meeting:
-    """Where the ranks of a group's stages tell each other their addresses: one for each epoch, at the first
-    stage's first rank. torch's own store waits without end for a server that is stopped."""
-
-    def __init__(self, host: str, credentials: Credentials = OPEN) -> None:
-        """`host`: where it listens. Raises Unavailable."""
-        self._known: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-        try:
-            self._server = DataServer(f"tcp:{host}:0", self._answer, name="meeting", credentials=credentials)
-        except (OSError, KVCommonsError) as error:
-            raise Unavailable(f"ranks cannot meet at rank_host = {host!r}: {error}") from error
-        self.address = self._server.address
-        self._server.start()
-
-    def close(self) -> None:
-        self._server.stop(_CLOSE_S)
-
-    def _answer(self, request: pb.DataRequest, exchange: Exchange) -> None:
-        if request.WhichOneof("op") != "meet_ranks":
-            raise UnsupportedParameter("ranks meet here, and nothing else is answered", param="op")
-        key, value = request.meet_ranks.key, request.meet_ranks.value
-        with self._changed:
-            if value and len(key) + len(value) <= _SAID_BYTES_MAX and len(self._known) < _SAID_MAX:
-                self._known[key] = value
-                self._changed.notify_all()
-            elif value:
-                raise InvalidInput("ranks say no more than their addresses here", param="value")
-            elif not self._changed.wait_for(lambda: key in self._known, exchange.deadline.left()):
-                raise DeadlineExceeded("another rank did not come to the meeting")
-            value = self._known[key]
-        exchange.reply(pb.DataReply(met_ranks=pb.MetRanks(value=value)))
-
-
-class _MeetingStore(torch.distributed.Store):  # type: ignore[misc]
-    """A meeting, as a process group asks for it. Raises what a call does, by way of RuntimeError."""
-
-    def __init__(self, client: DataClient, prefix: str, deadline: Deadline) -> None:
-        super().__init__()
-        self._client, self._prefix, self._deadline = client, prefix, deadline
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._ask(key, value.encode() if isinstance(value, str) else value)
-
-    def get(self, key: str) -> bytes:
-        return self._ask(key, b"")
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        for key in keys:
-            self._ask(key, b"")
-
-    def _ask(self, key: str, value: bytes) -> bytes:
-        meet = pb.MeetRanks(key=f"{self._prefix}/{key}", value=value)
-        request = pb.DataRequest(deadline_ms=self._deadline.left_ms(), meet_ranks=meet)
-        try:
-            return self._client.call(request, deadline=self._deadline).met_ranks.value
-        except KVCommonsError as error:
-            raise RuntimeError(error.message) from error
 
 
 class RankGroup:
     """Sums belong to one thread at a time; it is joined and left by any."""
 
-    def __init__(self, rank: TensorRank, host: str, device: Device, dialer: Dialer = UNSECURED) -> None:
-        """`host`: the address at which this rank listens for the others. `device`: where summands are."""
-        self._device = device
+    def __init__(self, rank: TensorRank, device: Device, dialer: Dialer = UNSECURED) -> None:
+        """`device`: where summands are."""
         self.rank = rank
-        self.host = host
-        self.dialer = dialer
-        self._lock = threading.Lock()
-        self._group: ProcessGroup | None = None
-        self._joined = rank.ranks == 1
+        self._device = device
+        self._dialer = dialer
+        self._changed = threading.Condition()
+        self._came: dict[int, tuple[int, Connection]] = {}  # by rank, with its epoch: not joined yet
+        self._epoch = 0  # the newest that was joined
+        self._sums: RankSums | None = None
 
-    def join(self, epoch: int, stage: int, meeting: str) -> None:
-        """Blocks until all ranks of the stage are there. Raises Unavailable."""
-        if self.rank.ranks == 1:
-            return
+    def welcome(self, join: pb.JoinRanks, exchange: Exchange) -> None:
+        """A lower rank's connection, for an epoch that this one may not have heard of yet. Raises StaleEpoch
+        for one that is over, InvalidInput for a rank that has not to call."""
+        if join.rank >= self.rank.number:
+            raise InvalidInput(
+                f"rank {join.rank} called rank {self.rank.number}, and each calls those above it",
+                param="rank",
+            )
+        with self._changed:
+            if join.epoch <= self._epoch:
+                raise StaleEpoch("the ranks were put together anew")
+        exchange.reply(pb.DataReply(done=pb.Done()))
+        exchange.take = lambda connection: self._keep(join, connection)
+
+    def join(self, epoch: int, above: Sequence[str]) -> None:
+        """Blocks until all ranks of the stage are there. `above`: data addresses of those that this one
+        calls, in their order. Raises Unavailable."""
         deadline = Deadline.after(JOIN_S)
-        options = ProcessGroup._Options()
-        options._timeout = timedelta(seconds=JOIN_S)
-        options._threads = 1
-        with closing(self.dialer.client(meeting, "stage")) as client:
-            store = _MeetingStore(client, f"{epoch:x}/{stage}", deadline)
-            try:
-                options._devices = [ProcessGroup.create_device(hostname=self.host)]
-                group = ProcessGroup(store, self.rank.number, self.rank.ranks, options)
-            except RuntimeError as error:
-                raise Unavailable(
-                    f"the ranks of stage {stage} did not meet: {_first_line(error)}; rank_host has to be an "
-                    "address of this machine at which the others reach it"
-                ) from error
-        with self._lock:
-            self._group, self._joined = group, True
+        connections: dict[int, Connection] = {}
+        try:
+            for number, address in enumerate(above, start=self.rank.number + 1):
+                connections[number] = self._call(address, epoch, deadline)
+            self._await_lower(epoch, connections, deadline)
+        except KVCommonsError as error:
+            for connection in connections.values():
+                connection.close()
+            raise Unavailable(f"the ranks of a stage did not meet: {error.message}") from error
+        with self._changed:
+            self._epoch, self._sums = epoch, RankSums(self.rank.number, connections)
 
-    def leave(self) -> None:
-        """Closes what this rank has with the others, after the sum under way. Any number of times."""
-        with self._lock:
-            self._group = None
+    def leave(self, epoch: int) -> None:
+        """Closes what this rank has with the others in that epoch, and before: a sum under way fails. Any
+        number of times."""
+        with self._changed:
+            sums = self._sums if self._epoch == epoch else None
+            if sums is not None:
+                self._sums = None
+            over = [number for number, (theirs, _) in self._came.items() if theirs <= epoch]
+            for number in over:
+                self._came.pop(number)[1].close()
+        if sums is not None:
+            sums.close()
 
     def sum(self, part: Tensor) -> Tensor:
-        """Of what all ranks have, in the dtype of `part` [rows, hidden]. Before the first epoch, where this
-        rank measures what computing takes, its own part. Raises Unavailable where a rank is gone, or too
-        slow."""
-        with self._lock:
-            group, alone = self._group, not self._joined
-        if alone or self.rank.ranks == 1:
+        """Of what all ranks have, in the dtype of `part` [rows, hidden], with the same bits at each. Before
+        the first epoch, where this rank measures what computing takes, its own part. Raises Unavailable
+        where a rank is gone, or too slow."""
+        with self._changed:
+            epoch, sums = self._epoch, self._sums
+        if not epoch:
             return part
-        if group is None:
+        if sums is None:
             raise Unavailable("this rank belongs to no epoch")
         held = self._device.fetch(part.contiguous())
-        options = torch.distributed.AllreduceOptions()
-        options.timeout = timedelta(seconds=SUM_S)
         try:
-            group.allreduce([held], options).wait()
-        except RuntimeError as error:
-            self.leave()
-            reason = _first_line(error)
-            raise Unavailable(f"a rank of this stage is gone, or stands still: {reason}") from error
-        finally:
-            del group  # an error's traceback would keep its threads and sockets
+            sums.sum(held.view(-1), Deadline.after(SUM_S))
+        except KVCommonsError as error:
+            self.leave(epoch)
+            raise Unavailable(f"a rank of this stage is gone, or stands still: {error.message}") from error
         return self._device.upload(held)
 
+    def _call(self, address: str, epoch: int, deadline: Deadline) -> Connection:
+        connection = self._dialer.client(address, "stage").connect(deadline)
+        try:
+            join = pb.JoinRanks(epoch=epoch, rank=self.rank.number)
+            request = pb.DataRequest(deadline_ms=deadline.left_ms(), join_ranks=join)
+            connection.send(request.SerializeToString(), (), deadline)
+            receive_reply(connection, deadline)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:200]
+    def _await_lower(self, epoch: int, connections: dict[int, Connection], deadline: Deadline) -> None:
+        """Adds those of the ranks that call this one."""
+        with self._changed:
+            for number in range(self.rank.number):
+                if not self._changed.wait_for(lambda n=number: self._here(n, epoch), deadline.left()):  # type: ignore[misc]
+                    raise DeadlineExceeded(f"rank {number} did not come")
+                connections[number] = self._came.pop(number)[1]
+
+    def _here(self, number: int, epoch: int) -> bool:
+        return number in self._came and self._came[number][0] == epoch
+
+    def _keep(self, join: pb.JoinRanks, connection: Connection) -> None:
+        with self._changed:
+            before = self._came.pop(join.rank, None)
+            if before is not None:
+                before[1].close()
+            self._came[join.rank] = (join.epoch, connection)
+            self._changed.notify_all()

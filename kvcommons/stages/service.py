@@ -175,7 +175,7 @@ def load_share(
     rank = TensorRank(number=shape.rank, ranks=shape.tensor)
     ranks: RankGroup | None = None
     if shape.tensor > 1:
-        ranks = RankGroup(rank, shape.rank_host, choose(engine.device).device, dialer)
+        ranks = RankGroup(rank, choose(engine.device).device, dialer)
 
     def layers(spec: ModelSpec) -> range:
         share = StageShare(

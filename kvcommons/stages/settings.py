@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Annotated
 
 from annotated_types import Ge, Gt
@@ -23,7 +22,6 @@ class StageSettings:
     stage_deadline_s: Annotated[float, Gt(0)] = 120.0  # of an iteration, through all; then one is lost
     tensor: Annotated[int, Ge(1)] = 1  # processes of each stage, each with a share of heads and MLP columns
     rank: Annotated[int, Ge(0)] = 0  # which of its stage's this one is
-    rank_host: str = "127.0.0.1"  # where ranks meet: this machine's address; what they say there has no TLS
 
     def __post_init__(self) -> None:
         if self.stage >= self.stages:
@@ -35,15 +33,6 @@ class StageSettings:
             )
         if self.rank >= self.tensor:
             raise ValueError(f"rank = {self.rank} of tensor = {self.tensor}: ranks count from 0")
-
-    def check_network(self, *, private: bool) -> None:
-        """`private`: nobody else is on the network. Raises ValueError where ranks would meet on one that is
-        not."""
-        if self.tensor > 1 and not private and not _is_loopback(self.rank_host):
-            raise ValueError(
-                f"rank_host = {self.rank_host!r}: what ranks tell each other has no TLS; set "
-                "private_network = true where nobody else reaches that address, or leave rank_host out"
-            )
 
     @property
     def members(self) -> int:
@@ -63,10 +52,3 @@ class StageSettings:
             return ranges_of(self.stage_layers, spec.layers)
         times = LayerTimes.estimate(spec, rows=rows, sampled=sampled, context=spec.context_window // 2)
         return times.divide(self.stages)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

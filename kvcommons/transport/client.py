@@ -240,12 +240,7 @@ class PendingCall:
 
     def _receive(self, connection: Connection, into: Into) -> pb.DataReply:
         head, payload_bytes = connection.receive_head(self._deadline)
-        try:
-            reply = pb.DataReply.FromString(head)
-        except DecodeError as error:
-            raise DataLoss(
-                f"{self._client.address} sent a head that is no DataReply: run one version"
-            ) from error
+        reply = _reply_of(head, self._client.address)
         if into is not None and not reply.HasField("error"):
             buffers = into(reply, payload_bytes) if callable(into) else into
             wanted = sum(memoryview(buffer).nbytes for buffer in buffers)
@@ -284,6 +279,24 @@ def fresh(connection: Connection, last_used_s: float) -> bool:
     """Whether a connection between two exchanges can carry another one."""
     # Nothing is ever sent unasked: what can be read is the peer's end.
     return time.monotonic() - last_used_s < KEPT_S and not connection.wait_readable(Deadline.after(0))
+
+
+def receive_reply(connection: Connection, deadline: Deadline) -> pb.DataReply:
+    """One without a payload, on a connection that is the caller's. Raises what the peer raised, Unavailable,
+    DeadlineExceeded, DataLoss."""
+    head, _ = connection.receive_head(deadline)
+    connection.drain(deadline)
+    reply = _reply_of(head, connection.peer)
+    if reply.HasField("error"):
+        raise from_detail(reply.error)
+    return reply
+
+
+def _reply_of(head: bytes, peer: str) -> pb.DataReply:
+    try:
+        return pb.DataReply.FromString(head)
+    except DecodeError as error:
+        raise DataLoss(f"{peer} sent a head that is no DataReply: run one version") from error
 
 
 def last_word(connection: Connection) -> KVCommonsError | None:

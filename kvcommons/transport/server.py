@@ -76,6 +76,8 @@ class Exchange:
             False  # the handler sets it before it does anything: nothing is replied, errors neither
         )
         self.follow: Follower | None = None  # a handler's that has replied
+        # The same: the connection is whoever's it is handed to, and the server's no more.
+        self.take: Callable[[Connection], None] | None = None
 
     @property
     def unread_bytes(self) -> int:
@@ -273,31 +275,37 @@ class DataServer:
     def _serve(self, connection: Connection) -> None:
         connection.ask_for(self._ask_s)
         session = self._session() if self._session is not None else None
+        give_to: Callable[[Connection], None] | None = None
         try:
-            while not self._stopping and connection.wait_readable(Deadline.after(IDLE_S)):
-                if not self._serve_one(connection, session):
+            while give_to is None and not self._stopping and connection.wait_readable(Deadline.after(IDLE_S)):
+                exchange = self._serve_one(connection, session)
+                if exchange is None:
                     break
+                give_to = exchange.take
         finally:
-            connection.close()
-            if session is not None:
-                session.close()
             with self._lock:
                 self._serving.pop(connection, None)
+            if session is not None:
+                session.close()
+            if give_to is None:
+                connection.close()
+            else:
+                give_to(connection)
 
-    def _serve_one(self, connection: Connection, session: ConnectionSession | None) -> bool:
-        """Whether the connection can carry another exchange."""
+    def _serve_one(self, connection: Connection, session: ConnectionSession | None) -> Exchange | None:
+        """None: the connection can carry no other exchange."""
         try:
             head, payload_bytes = connection.receive_head(Deadline.after(_HEAD_S))
         except UntrustedPeer as error:
             _LOG.warning("%s: refused a peer: %s", self._name, error.message)
             _refuse_garbage(connection, error)
-            return False
+            return None
         except Unavailable:
-            return False  # how clients leave
+            return None  # how clients leave
         except KVCommonsError as error:
             _LOG.warning("%s: refused a peer: %s", self._name, error.message)
             _refuse_garbage(connection, error)
-            return False
+            return None
         started = time.monotonic()
         exchange = Exchange(connection, Deadline.after(_LAYER_S), payload_bytes, session)
         answer: Callable[[], None]
@@ -309,7 +317,7 @@ class DataServer:
             except DecodeError:
                 why = "the head is no DataRequest: do both ends run one version?"
                 _refuse_garbage(connection, DataLoss(why))
-                return False
+                return None
             op, answer = request.WhichOneof("op") or "none", partial(self._answer, request, exchange)
             exchange.deadline = Deadline.after(request.deadline_ms / 1000)
         failure: KVCommonsError | None = None
@@ -332,10 +340,10 @@ class DataServer:
             )
         if usable and exchange.follow is not None:
             usable = self._follow(exchange.follow, connection)
-        return usable
+        return exchange if usable else None
 
     def _follow(self, follow: Follower, connection: Connection) -> bool:
-        """As _serve_one."""
+        """Whether the connection can carry another exchange."""
         connection.receive_exactly()
         bare = connection.bare()
         if bare is None:

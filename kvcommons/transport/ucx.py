@@ -411,12 +411,17 @@ def _read(control: SocketStream, size: int, deadline: Deadline) -> bytes:
 
 def library() -> Any:
     """The binding. Raises UnsupportedParameter where the package is missing."""
+    asked = {name for name in os.environ if name.startswith("UCX_")}
     try:
         import ucxx._lib.libucxx as api
     except ImportError as error:
         raise UnsupportedParameter(
             "addresses of ucx: need the package ucxx: pip install 'kvcommons[ucx]' (Linux), or use tcp:"
         ) from error
+    # Importing it sets variables that nobody asked for: with its RNDV_THRESH two ends that send each other
+    # more than 8 KiB at the same time would wait for each other.
+    for name in [name for name in os.environ if name.startswith("UCX_") and name not in asked]:
+        del os.environ[name]
     return api
 
 

@@ -36,7 +36,6 @@ class PrefillConfig:
     advertise_data: str | None = None  # default: what was bound
 
     def __post_init__(self) -> None:
-        self.shape.check_network(private=self.node.private_network)
         if self.shape.follows and self.data_listen is None:
             raise ValueError(
                 f"stage = {self.shape.stage}, rank = {self.shape.rank} is sent activations: set data_listen"

@@ -351,11 +351,6 @@ async def test_what_stages_do_not_do_is_named(
         decode_config(engines, shape=StageSettings(**shape), **changes)
 
 
-async def test_ranks_of_a_network_that_is_not_private_are_refused(engines: Stack) -> None:
-    with pytest.raises(ValueError, match="private_network"):
-        decode_config(engines, shape=StageSettings(tensor=2, rank_host="10.0.0.7"))
-
-
 def decode_config(engines: Stack, **changes: Any) -> DecodeConfig:
     return DecodeConfig(
         node=engines.node("decode"),
