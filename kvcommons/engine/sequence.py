@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ParamSpec
 
 from kvcommons.engine.request import Request
 from kvcommons.grammar.grammars import Constraint
-from kvcommons.holder.head_group import Creditor
+from kvcommons.holder.head_group import Creditor, HeadGroup
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingRow
+from kvcommons.pb import common_pb2 as pb
 from kvcommons.placement.base import Next, Placement
 from kvcommons.placement.fixed import Overflow
 from kvcommons.rblock.identity import IdentityChain
@@ -45,6 +46,21 @@ class RemoteRun:
     holder: Creditor
     ref: SegmentRef
     segment_block: int = 0
+
+    def place(self) -> pb.SegmentPlace:
+        """Where prefill writes and attends."""
+        place = pb.SegmentPlace(
+            data_address=self.holder.data_address,
+            handle=self.ref.handle,
+            epoch=self.ref.epoch,
+            first_block=self.first_block,
+            blocks=self.count,
+        )
+        if isinstance(self.holder, HeadGroup):
+            for data_address, ref in self.holder.places(self.ref):
+                place.parts.add(data_address=data_address, handle=ref.handle, epoch=ref.epoch)
+            place.data_address = place.parts[0].data_address
+        return place
 
 
 Run = LocalRun | RemoteRun
@@ -127,6 +143,26 @@ class Sequence:
 
     def remote_runs(self) -> list[RemoteRun]:
         return [run for run in self.runs if isinstance(run, RemoteRun)]
+
+    def runs_from(self, block: int) -> list[Run]:
+        """Its room from this block on."""
+        found: list[Run] = []
+        for run in self.runs:
+            before = max(0, block - run.first_block)
+            if before >= run.count:
+                continue
+            if isinstance(run, LocalRun):
+                found.append(LocalRun(first_block=run.first_block + before, blocks=run.blocks[before:]))
+            else:
+                found.append(
+                    replace(
+                        run,
+                        first_block=run.first_block + before,
+                        count=run.count - before,
+                        segment_block=run.segment_block + before,
+                    )
+                )
+        return found
 
     def news_of_borrowed(self) -> dict[str, int] | None:
         """Borrowed blocks by their holder's data address; None where it has said so before."""

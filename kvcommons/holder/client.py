@@ -50,9 +50,9 @@ class RemoteHolder:
         lease_s: float = 10.0,
         dialer: Dialer = UNSECURED,
     ) -> None:
-        """`owner` is this instance's id. `lost` is called, on the event loop, with segments that the holder
-        does not have any more, or that could not be renewed for as long as their lease; they need no
-        release."""
+        """`control_address`: empty where another process of the instance borrows, and this one only attends.
+        `owner` is this instance's id. `lost` is called, on the event loop, with segments that the holder does
+        not have any more, or that could not be renewed for as long as their lease; they need no release."""
         self.control_address = control_address
         self.data_address = data_address
         self._owner = owner
@@ -61,8 +61,9 @@ class RemoteHolder:
         self._lease_s = lease_s
         # Told how long an iteration waited for a partial from here, and whether it came in time.
         self.waited: Callable[[float, bool], None] = lambda seconds, answered: None
-        self._channel = dialer.channel(control_address, "holder")
-        self._stub = rpc.HolderStub(self._channel)
+        self._channel = dialer.channel(control_address, "holder") if control_address else None
+        if self._channel is not None:
+            self._stub = rpc.HolderStub(self._channel)
         self._data = dialer.client(data_address, "holder")
         # Over sockets, which the native path takes; a layer's frames are small.
         self._plans = PlanPool(dialer.client(data_address, "holder", ask_s=_ASK_S, rings=False))
@@ -83,7 +84,12 @@ class RemoteHolder:
             self._renewal.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._renewal
-        await self._channel.close(None)
+        if self._channel is not None:
+            await self._channel.close(None)
+        self.close_data()
+
+    def close_data(self) -> None:
+        """What `close` does where there is no control address. Any thread."""
         self._data.close()
         self._plans.close()
 

@@ -314,8 +314,10 @@ class LayerExchange:
         if self._library is not None and own is not None:
             struct, kv = self._struct, own.memory.tensor
             struct.own_count, struct.own = len(own.rows), own.rows.data_ptr()
-            struct.own_places, struct.kv = own.places.data_ptr(), kv.data_ptr()
+            struct.own_places = own.places.data_ptr()
             struct.kv_layer_bytes = kv.stride(0) * kv.element_size()
+            # Where the model's first layer would lie, if it were here.
+            struct.kv = kv.data_ptr() - own.memory.layers.start * struct.kv_layer_bytes
 
     def ask(self, layer: int, q: Tensor, k: Tensor, v: Tensor, shifted: Tensor | None) -> None:
         """Sends each creditor its part, and writes this instance's own K and V. q and `shifted`

@@ -58,13 +58,14 @@ class HeadGroup:
         *,
         owner: str,
         model: bytes,
-        store: WholeStore,
+        store: WholeStore | None,
         lost: Callable[[Sequence[SegmentRef]], None],
         lease_s: float = 10.0,
         dialer: Dialer = UNSECURED,
     ) -> None:
-        """`addresses`: control and data, of each part in order; the others as at RemoteHolder. Raises
-        InvalidInput where the heads cannot be divided over so many."""
+        """`addresses`: control and data, of each part in order; the others as at RemoteHolder. `store`: None
+        where this process only attends. Raises InvalidInput where the heads cannot be divided over so
+        many."""
         self._shares = divided(len(addresses))
         self._shares[0].layout(layout)
         self._layout, self._store = layout, store
@@ -98,6 +99,20 @@ class HeadGroup:
         await asyncio.gather(*(part.close() for part in self._parts))
         for client in self._data:
             client.close()
+
+    def close_data(self) -> None:
+        """As at RemoteHolder."""
+        for part in self._parts:
+            part.close_data()
+        for client in self._data:
+            client.close()
+
+    def know(self, ref: SegmentRef, parts: Sequence[SegmentRef]) -> None:
+        """A segment that another process of this instance has borrowed, until `forget`."""
+        self._segments.setdefault(ref, _Segment({ref.generation: tuple(parts)}))
+
+    def forget(self, ref: SegmentRef) -> None:
+        self._segments.pop(ref, None)
 
     @property
     def borrowed(self) -> list[SegmentRef]:
@@ -168,6 +183,7 @@ class HeadGroup:
         def write(layer: int, first: int, objects: Sequence[Buffer]) -> None:
             self.write_blocks(ref, layer, first_block + first, objects, deadline)
 
+        assert self._store is not None, "this process only attends"
         return await self._store.load(store_address, block_ids, write, deadline)
 
     async def save(self, ref: SegmentRef, blocks: BlockSave, *, timeout_s: float) -> None:
@@ -176,6 +192,7 @@ class HeadGroup:
         def read(layer: int, objects: Sequence[Buffer], deadline: Deadline) -> None:
             self.read_blocks(ref, layer, blocks.first_block, objects, deadline)
 
+        assert self._store is not None, "this process only attends"
         await self._store.save(blocks, read, timeout_s=timeout_s)
 
     async def freeze(self, ref: SegmentRef, until_block: int, *, timeout_s: float) -> SegmentRef:

@@ -1113,28 +1113,26 @@ class ReserveSequence(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
-    BLOCKS_FIELD_NUMBER: _builtins.int
     SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     shared_blocks: _builtins.int
     """leading ones, that others have too: nobody writes to them"""
     @_builtins.property
     def job(self) -> _common_pb2.Job: ...
     @_builtins.property
-    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """physical, by index in the sequence"""
-
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceRun]: ...
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         job: _common_pb2.Job | None = ...,
-        blocks: _abc.Iterable[_builtins.int] | None = ...,
         shared_blocks: _builtins.int = ...,
+        runs: _abc.Iterable[Global___SequenceRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "job", b"job", "sequence", b"sequence", "shared_blocks", b"shared_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "runs", b"runs", "sequence", b"sequence", "shared_blocks", b"shared_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1147,23 +1145,57 @@ class GrowSequence(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
-    BLOCKS_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     @_builtins.property
-    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceRun]: ...
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
-        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        runs: _abc.Iterable[Global___SequenceRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GrowSequence: _TypeAlias = GrowSequence  # noqa: Y015
+
+@_typing.final
+class SequenceRun(_message.Message):
+    """Consecutive blocks of a sequence that generates, behind those of the run before it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    SEGMENT_BLOCK_FIELD_NUMBER: _builtins.int
+    segment_block: _builtins.int
+    """at which of its blocks they begin"""
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """physical, the same in all processes; none: they lie on another holder"""
+
+    @_builtins.property
+    def place(self) -> _common_pb2.SegmentPlace:
+        """there, in a segment that has all layers"""
+
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        place: _common_pb2.SegmentPlace | None = ...,
+        segment_block: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "place", b"place", "segment_block", b"segment_block"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceRun: _TypeAlias = SequenceRun  # noqa: Y015
 
 @_typing.final
 class EndSequence(_message.Message):
@@ -1257,6 +1289,7 @@ class StageSpan(_message.Message):
     FIRST_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     first: _builtins.int
     """position"""
@@ -1264,6 +1297,10 @@ class StageSpan(_message.Message):
     """of a prompt: a chunk of it; 0: the one token of a sequence that generates"""
     token: _builtins.int
     """that"""
+    @_builtins.property
+    def lost(self) -> _common_pb2.ErrorDetail:
+        """a stage before could not attend over all of its KV: what comes of it is no token"""
+
     def __init__(
         self,
         *,
@@ -1271,10 +1308,11 @@ class StageSpan(_message.Message):
         first: _builtins.int = ...,
         tokens: _builtins.int = ...,
         token: _builtins.int = ...,
+        lost: _common_pb2.ErrorDetail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "sequence", b"sequence", "token", b"token", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "lost", b"lost", "sequence", b"sequence", "token", b"token", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,7 @@ class SteppedBatches:
         self._kept: dict[tuple[int, ...], tuple[Batch, list[int]]] = {}  # by keys, with their blocks
 
     def of(self, sequences: Sequence[GeneratingSequence]) -> Batch:
-        """Of these sequences, in this order; all their KV is here."""
+        """Of these sequences, in this order."""
         keys, blocks = tuple(one.key for one in sequences), [one.blocks for one in sequences]
         batch, had = self._kept.pop(keys, (None, []))
         computed = [one.computed for one in sequences]

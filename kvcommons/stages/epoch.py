@@ -31,7 +31,7 @@ class EpochState:
         self.members = members
         self.numbers = tuple(member.number for member in members)
         self.outstanding = OutstandingWork[StageIteration](self.numbers, iterations_max=stages)
-        self.generating: set[int] = set()  # sequences
+        self.generating: dict[int, int] = {}  # sequences, with how many of their blocks the others know
         self.iterations = 0  # that have left the line
         self.busy_s = [0.0] * stages  # of the first rank of each
         self.deliveries: dict[int, Delivery] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from kvcommons.engine.batch import by_holder
 from kvcommons.engine.core import Core
 from kvcommons.engine.executor import Composer, Inline, Work
 from kvcommons.engine.iteration_costs import IterationWork
@@ -96,7 +97,7 @@ class Pipelined(Inline):
         keys = next_batch(list(ready), self._waiting, self._group.stages)
         if not keys:
             return False
-        rows = self._composer.rows(self._batches.of([ready[key] for key in keys]))
+        rows = self._composer.rows(self._batches.of(by_holder([ready[key] for key in keys])))
         iteration = StageIteration(self._core, [rows], entered=self._group.shared)
         tokens = iteration.run_or_fail()
         if tokens is None:

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -50,6 +50,7 @@ from kvcommons.prefill.push import Delivery, Pusher
 from kvcommons.prefill.targets import Target, TargetTable
 from kvcommons.rblock.heads import HeadPart
 from kvcommons.rpc.dialer import UNSECURED, Dialer
+from kvcommons.stages.attending import AttendedHolders
 from kvcommons.stages.batches import SteppedBatches
 from kvcommons.stages.held import Held, HeldPrompt, HeldSequence
 from kvcommons.stages.iteration import StageIteration
@@ -69,7 +70,7 @@ LOOK_S = 0.005  # between looks at what ends by itself: loads, and what is on it
 QUIET_S = 15.0  # until nothing of the epoch before is under way any more
 RESERVED_S = 2.0  # a write waits so long for the plan that says whose blocks it is for
 GONE_MAX = 4096  # sequences that have ended are known, so that nobody waits for them
-ITERATION_S = 1.0  # nobody asks: a stage attends for no one else, and no one else for it
+ITERATION_S = 1.0  # nobody asks: a stage attends for no one else
 
 
 class Follower:
@@ -85,11 +86,13 @@ class Follower:
         histories: Histories,
         condemner: Condemner,
         push_deadline_s: float,
+        attend_deadline_s: float,
         telemetry: Telemetry,
         ranks: RankGroup | None = None,
         dialer: Dialer = UNSECURED,
     ) -> None:
-        """`number`: which stage it is. `ranks`: its own among several."""
+        """`number`: which stage it is. A layer waits `attend_deadline_s` for other holders. `ranks`: its own
+        among several."""
         self.core = core
         self._number = number
         self._ranks = ranks
@@ -116,7 +119,7 @@ class Follower:
         )
         self._whole = WholePrompt(core, self._prompts)
         remote = RemoteAttention(core.layout, core.backend, AttentionBudget(ITERATION_S))
-        self._composer = Composer(core, remote, attend_deadline_s=ITERATION_S)
+        self._composer = Composer(core, remote, attend_deadline_s=attend_deadline_s)
         self._blocks = core.allocator.allocate(core.allocator.total)
         self._lock = threading.Lock()
         self._epoch: _Epoch | None = None
@@ -267,6 +270,7 @@ class _Epoch:
         self._plans: queue.SimpleQueue[tuple[pb.StagePlan, Tensor | None] | None] = queue.SimpleQueue()
         self._received = 0
         self._batches = SteppedBatches(self._core)
+        self._holders = AttendedHolders(self._core.layout, follower._dialer)
         self._held: dict[int, Held] = {}
         self._gone = deque[int](maxlen=GONE_MAX)  # sequences, after they were held
         self._loads: dict[int, Load] = {}
@@ -362,6 +366,7 @@ class _Epoch:
         for key, held in list(self._held.items()):
             if held.ended and self._core.allocator.held_once(held.blocks):
                 del self._held[key]
+                self._holders.forget(held.remote_runs)
                 self._gone.append(key)
                 report.ended.append(key)
         return bool(report.ByteSize())
@@ -394,6 +399,7 @@ class _Epoch:
             with self._changed:
                 loads, self._loads = list(self._loads.values()), {}
                 held = list(self._held.values())
+            self._holders.close()
             for load in loads:
                 load.cancel()
             for one in held:
@@ -422,13 +428,18 @@ class _Epoch:
             self._report.busy_us += int(iteration.timing.own_s * 1e6)
         if iteration.failures:
             raise next(iter(iteration.failures.values()))
+        for row, error in rows[0].lost.items() if rows else ():
+            if not plan.spans[row].HasField("lost"):
+                plan.spans[row].lost.CopyFrom(error.to_detail())
         if self._link is not None:
             self._pass_on(plan, list(plan.spans), iteration.leaving)
         elif not self._core.model.rank.number:
             self._scored(iteration)
-            self._sampled(plan, _by_sequence(iteration, tokens))
-        for held in generating:
-            held.computed(self._follower._keeper)
+            lost = {span.sequence: span.lost for span in plan.spans if span.HasField("lost")}
+            self._sampled(plan, _by_sequence(iteration, tokens, lost))
+        for held, span in zip(generating, plan.spans, strict=False):
+            if not span.HasField("lost"):  # else its KV is nobody's
+                held.computed(self._follower._keeper)
         for one in spans:
             if one.chunk.stop == one.prompt.tokens:
                 self._seal(one.prompt.key)
@@ -527,7 +538,8 @@ class _Epoch:
             chain=request.chain(core.info),
             constraint=core.constraint(request),
         )
-        held = HeldSequence(sequence, list(reserve.blocks), shared_blocks=reserve.shared_blocks)
+        runs = self._holders.runs(reserve.runs, 0)
+        held = HeldSequence(sequence, runs, shared_blocks=reserve.shared_blocks)
         with self._changed:
             self._held[reserve.sequence] = held
             self._changed.notify_all()
@@ -537,7 +549,7 @@ class _Epoch:
         if not isinstance(held, HeldSequence):
             raise InvalidInput("a sequence was to grow that does not generate here")
         with self._changed:
-            held.grow(list(grow.blocks))
+            held.grow(self._holders.runs(grow.runs, held.sequence.blocks))
 
     def _end(self, end: pb.EndSequence) -> None:
         with self._changed:
@@ -582,13 +594,20 @@ class _Epoch:
         self._tell(lambda report: report.delivered.append(delivered))
 
 
-def _by_sequence(iteration: StageIteration, tokens: list[list[common_pb2.SampledToken]]) -> Made:
-    """What was sampled, by whose it is."""
+def _by_sequence(
+    iteration: StageIteration,
+    tokens: list[list[common_pb2.SampledToken]],
+    lost: Mapping[int, common_pb2.ErrorDetail],
+) -> Made:
+    """What was sampled, by whose it is; of the `lost` sequences why there is no token."""
     made: Made = []
     for group, sampled in zip(iteration.groups, tokens, strict=True):
         if isinstance(group, TokenRows):
             keys = [sequence.key for sequence in group.batch.sequences]
-            made += zip(keys, sampled, strict=True)
+            made += [
+                (key, common_pb2.SampledToken(error=lost[key]) if key in lost else token)
+                for key, token in zip(keys, sampled, strict=True)
+            ]
         elif isinstance(group, PromptSpan):
             made += [(group.prompt.key, token) for token in sampled]
     return made

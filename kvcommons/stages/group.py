@@ -23,6 +23,7 @@ from kvcommons.engine.history import Condemner, Load
 from kvcommons.engine.iteration import Rows
 from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.engine.prompts import PromptSpan
+from kvcommons.engine.sequence import LocalRun
 from kvcommons.engine.sequence import Sequence as Generating
 from kvcommons.engine.token_rows import TokenRows
 from kvcommons.errors import DataLoss, DeadlineExceeded, KVCommonsError, Loading, Unavailable, from_detail
@@ -35,6 +36,7 @@ from kvcommons.prefill.push import Delivery, Pusher
 from kvcommons.prefill.targets import TargetTable
 from kvcommons.rblock.heads import transfers
 from kvcommons.rpc.dialer import UNSECURED, Dialer
+from kvcommons.stages.attending import run_message
 from kvcommons.stages.connected import ConnectedEpoch
 from kvcommons.stages.epoch import EpochState, StageAddress
 from kvcommons.stages.history import StagedLoad
@@ -278,11 +280,15 @@ class StageGroup:
         changes, spans = list[pb.StageChange](), list[pb.StageSpan]()
         for group in groups:
             if isinstance(group, TokenRows):
-                for sequence in group.batch.sequences:
+                lost = group.lost  # by this stage
+                for row, sequence in enumerate(group.batch.sequences):
                     changes += self._grow(formed, sequence)
                     spans.append(
                         pb.StageSpan(
-                            sequence=sequence.key, first=sequence.computed, token=sequence.tokens[-1]
+                            sequence=sequence.key,
+                            first=sequence.computed,
+                            token=sequence.tokens[-1],
+                            lost=lost[row].to_detail() if row in lost else None,
                         )
                     )
                 continue
@@ -302,7 +308,7 @@ class StageGroup:
         """A sequence has ended: nothing more is computed of it, if it generates here."""
         formed = self._epoch
         if formed is not None and key in formed.generating:
-            formed.generating.remove(key)
+            del formed.generating[key]
             self.end(key, finished=True)
 
     def load(
@@ -345,21 +351,27 @@ class StageGroup:
         blocks = sequence.local_blocks()
         self.core.allocator.retain(blocks)
         formed.outstanding.begin(sequence.key, blocks, delivers=False)
-        formed.generating.add(sequence.key)
+        formed.generating[sequence.key] = sequence.blocks
         reserve = pb.ReserveSequence(
-            sequence=sequence.key, job=job, blocks=blocks, shared_blocks=shared_blocks
+            sequence=sequence.key,
+            job=job,
+            runs=[run_message(run) for run in sequence.runs],
+            shared_blocks=shared_blocks,
         )
         formed.send([pb.StageChange(reserve=reserve)])
 
     def _grow(self, formed: EpochState, sequence: Generating) -> list[pb.StageChange]:
         """What the other stages do not know yet of its room."""
-        new = sequence.blocks - formed.outstanding.blocks(sequence.key)
-        if not new:
+        key, known = sequence.key, formed.generating[sequence.key]
+        if known == sequence.blocks:
             return []
-        blocks = sequence.local_blocks()[-new:]
+        new = sequence.runs_from(known)
+        blocks = [block for run in new if isinstance(run, LocalRun) for block in run.blocks]
         self.core.allocator.retain(blocks)
-        formed.outstanding.grow(sequence.key, blocks)
-        return [pb.StageChange(grow=pb.GrowSequence(sequence=sequence.key, blocks=blocks))]
+        formed.outstanding.grow(key, blocks)
+        formed.generating[key] = sequence.blocks
+        grow = pb.GrowSequence(sequence=key, runs=[run_message(run) for run in new])
+        return [pb.StageChange(grow=grow)]
 
     def _begin(self, formed: EpochState, prompt: Prompt) -> pb.StageChange:
         sink = prompt.sink

@@ -3,12 +3,13 @@ generate."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from kvcommons.engine.block_publisher import save_block
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.prompt import Prompt
-from kvcommons.engine.sequence import LocalRun, Sequence
+from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 from kvcommons.errors import InvalidInput, KVCommonsError, StaleEpoch
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.prefill.push import Delivery
@@ -22,6 +23,10 @@ class Held(Protocol):
     @property
     def blocks(self) -> list[int]:
         """Physical ones."""
+
+    @property
+    def remote_runs(self) -> list[RemoteRun]:
+        """Its blocks that lie on other holders."""
 
     def abandon(self, reason: KVCommonsError) -> None:
         """Nobody wants any more what is under way of it."""
@@ -39,6 +44,10 @@ class HeldPrompt:
     def blocks(self) -> list[int]:
         return self.prompt.blocks
 
+    @property
+    def remote_runs(self) -> list[RemoteRun]:
+        return []
+
     def abandon(self, reason: KVCommonsError) -> None:
         self.delivery.abandon(reason)
 
@@ -46,25 +55,30 @@ class HeldPrompt:
 class HeldSequence:
     """One that generates here, and whose prompt's KV comes from elsewhere."""
 
-    def __init__(self, sequence: Sequence, blocks: list[int], *, shared_blocks: int) -> None:
-        """Its leading `shared_blocks` are others', too."""
+    def __init__(self, sequence: Sequence, runs: Iterable[Run], *, shared_blocks: int) -> None:
+        """In `runs`; its leading `shared_blocks` are others', too."""
         self.sequence = sequence
         self.ended = False
         self._shared_blocks = shared_blocks
-        sequence.append_run(LocalRun(first_block=0, blocks=blocks))
+        self.grow(runs)
 
     @property
     def blocks(self) -> list[int]:
         return self.sequence.local_blocks()
 
+    @property
+    def remote_runs(self) -> list[RemoteRun]:
+        return self.sequence.remote_runs()
+
     def abandon(self, reason: KVCommonsError) -> None:
         """What is written to it ends by itself."""
 
-    def grow(self, blocks: list[int]) -> None:
-        self.sequence.append_run(LocalRun(first_block=self.sequence.blocks, blocks=blocks))
+    def grow(self, runs: Iterable[Run]) -> None:
+        for run in runs:
+            self.sequence.append_run(run)
 
     def writable(self, first: int, count: int) -> list[int]:
-        """Those blocks, for whoever computed them. Raises InvalidInput, StaleEpoch."""
+        """Those of the blocks that are here, for whoever computed them. Raises InvalidInput, StaleEpoch."""
         if self.ended:
             raise StaleEpoch("the sequence has ended: its blocks are given to others")
         blocks = self.blocks[first : first + count]
@@ -94,4 +108,6 @@ class HeldSequence:
         full = sequence.newly_full()
         if sequence.request.store_data and not sequence.request.no_reuse:
             for index in full:
-                save_block(keeper, sequence, sequence.local_blocks()[index], index)
+                run, inside = sequence.locate(index)
+                if isinstance(run, LocalRun):  # what lies elsewhere the first stage has saved there
+                    save_block(keeper, sequence, run.blocks[inside], index)

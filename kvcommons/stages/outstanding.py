@@ -64,10 +64,6 @@ class OutstandingWork(Generic[Work]):
     def begun(self, sequence: int) -> bool:
         return sequence in self._using
 
-    def blocks(self, sequence: int) -> int:
-        """How many are held for it."""
-        return len(self._blocks[sequence])
-
     def delivered(self, sequence: int, stage: int) -> bool:
         """Whether that was still waited for: a stage says it once."""
         waiting = self._delivering.get(sequence, set())

@@ -48,6 +48,7 @@ class StageParts:
         data_listen: str,
         save_buffer_bytes: int,
         push_deadline_s: float,
+        attend_deadline_s: float,
     ) -> None:
         telemetry = process.telemetry
         dialer = process.dialer(DataMetrics(telemetry.registry, "client"))
@@ -64,6 +65,7 @@ class StageParts:
             histories=Histories(core, self._loader),
             condemner=self._condemner,
             push_deadline_s=push_deadline_s,
+            attend_deadline_s=attend_deadline_s,
             telemetry=telemetry,
             ranks=ranks,
             dialer=dialer,
@@ -103,9 +105,11 @@ async def serve_stage(
     advertise_data: str | None,
     save_buffer_bytes: int,
     push_deadline_s: float,
+    attend_deadline_s: float,
 ) -> None:
     """Is there for the first stage once its layers are loaded, which `load` does; at a signal to stop, waits
-    a bounded time for what is under way. `push_deadline_s`: of one write, of prompts that are handed over."""
+    a bounded time for what is under way. `push_deadline_s`: of one write, of prompts that are handed over;
+    `attend_deadline_s`: what a layer of sequences that generate waits for other holders."""
     server = process.server(node)
     await server.start()
     started_ms = int(time.time() * 1000)
@@ -144,6 +148,7 @@ async def serve_stage(
             data_listen=data_listen,
             save_buffer_bytes=save_buffer_bytes,
             push_deadline_s=push_deadline_s,
+            attend_deadline_s=attend_deadline_s,
         )
         await server.set_ready(True)
         heartbeat.beat_now()

@@ -245,7 +245,7 @@ class DecodeParts:
         )
         self.mover = Mover(core, self.engine, self.loans, metrics, costs)
         self.tasks = [] if staged else [Evacuation(core, self.mover, self.loans, registry).task]
-        if config.homecoming and placement.comes_home():
+        if config.homecoming and placement.comes_home() and not staged:
             self.tasks.append(Homecoming(core, self.mover, costs).task)
         self.participant = SettlementParticipant(self.holder, self.mover, self.loans)
         if self.rotation:
@@ -273,6 +273,7 @@ class DecodeParts:
             loans=self.loans,
             data_address=self.data_address,
             sequences=lambda: len(self.arrivals),
+            joins=not staged,  # prefill would have to write to each stage's further part
         )
         self.arrivals = Arrivals(
             core,
@@ -383,8 +384,8 @@ class DecodeParts:
 
 
 def policy_of(config: DecodeConfig) -> str:
-    """In stages and ranks nothing is borrowed."""
-    return config.placement if config.shape.members == 1 else "local"
+    """A rank has some of the heads, and borrows nothing."""
+    return config.placement if config.shape.tensor == 1 else "local"
 
 
 async def serve(config: DecodeConfig, process: Process) -> None:

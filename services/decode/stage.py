@@ -27,4 +27,5 @@ async def serve_decode_stage(config: DecodeConfig, process: Process) -> None:
         advertise_data=config.data_plane.advertise_data,
         save_buffer_bytes=config.save_buffer_bytes,
         push_deadline_s=config.push_deadline_s,
+        attend_deadline_s=config.attend_deadline_s,
     )

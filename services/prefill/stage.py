@@ -32,4 +32,5 @@ async def serve_prefill_stage(config: PrefillConfig, process: Process) -> None:
         advertise_data=config.advertise_data,
         save_buffer_bytes=config.save_buffer_bytes,
         push_deadline_s=config.push_deadline_s,
+        attend_deadline_s=config.push_deadline_s,
     )

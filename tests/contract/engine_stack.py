@@ -383,7 +383,7 @@ class Stack:
             name, engine = f"pool-{number}", settings(self.folder, capacity_tokens=blocks * BLOCK)
             group, part = (heads[number] if number < len(heads) else None) or (None, None)
             if process:
-                started.append(self._pool_process(name, engine, group, part))
+                started.append(self.pool_process(name, engine, group, part))
                 continue
             pool = AttentionPoolConfig(
                 node=self.node(name),
@@ -409,8 +409,8 @@ class Stack:
 
         await ready(lend)
 
-    def _pool_process(
-        self, name: str, engine: EngineSettings, group: str | None, part: str | None
+    def pool_process(
+        self, name: str, engine: EngineSettings, group: str | None = None, part: str | None = None
     ) -> subprocess.Popen[bytes]:
         values = {
             "listen": self.address(name), "data_listen": self.data(name), "instance_id": name, "host": "here",

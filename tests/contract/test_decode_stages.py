@@ -335,8 +335,6 @@ async def test_what_cannot_be_divided_is_refused(engines: Stack, shape: dict[str
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"placement": "offload"}, 'placement = "offload" is not there where (stages|tensor) = 2'),
-        ({"placement": "grow"}, "placement"),
         ({"replicas": ("unix:/a", "unix:/b")}, "replicas"),
         ({"pipelining": "on"}, "pipelining"),
         ({"mini_batches": 2}, "mini_batches"),
@@ -349,6 +347,12 @@ async def test_what_stages_do_not_do_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=named):
         decode_config(engines, shape=StageSettings(**shape), **changes)
+
+
+@pytest.mark.parametrize("placement", ["offload", "grow", "auto"])
+async def test_ranks_borrow_nothing(engines: Stack, placement: str) -> None:
+    with pytest.raises(ValueError, match=rf'placement = "{placement}" is not there where tensor = 2'):
+        decode_config(engines, shape=StageSettings(tensor=2), placement=placement)
 
 
 def decode_config(engines: Stack, **changes: Any) -> DecodeConfig:

@@ -17,8 +17,9 @@ from typing import Any
 
 from kvcommons.engine.prompt import FirstToken
 from kvcommons.engine.prompts import PromptSpan
+from kvcommons.engine.sequence import LocalRun
 from kvcommons.engine.token_rows import TokenRows
-from kvcommons.errors import CapacityExhausted, KVCommonsError, Loading, Unavailable
+from kvcommons.errors import CapacityExhausted, DataLoss, KVCommonsError, Loading, Unavailable
 from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import common_pb2, prefill_pb2
 from kvcommons.pb import data_pb2 as pb
@@ -32,7 +33,10 @@ from kvcommons.transport.deadline import Deadline
 
 BLOCKS = 10
 EVENTS = 250
+LOSSES = 0.02  # of a sequence, in an iteration at a stage
+LOST = DataLoss("a holder has no more what it had of the sequence")
 Label = tuple[int, ...]
+NOTHING: Label = (-1,)  # what a block has of a sequence that was lost
 
 
 class SimulatedPrompt:
@@ -85,6 +89,13 @@ class SimulatedSequence:
         return list(self.physical)
 
     @property
+    def runs(self) -> list[LocalRun]:
+        return self.runs_from(0)
+
+    def runs_from(self, block: int) -> list[LocalRun]:
+        return [LocalRun(first_block=block, blocks=self.physical[block:])]
+
+    @property
     def started(self) -> bool:
         """Its prompt is everywhere, and its first token was heard."""
         return len(self.tokens) > len(self.prompt)
@@ -95,10 +106,15 @@ def following(tokens: Sequence[int]) -> int:
 
 
 class SimulatedRows(TokenRows):
-    """A token of each of these."""
+    """A token of each of these; of those in `lost` something could not be attended over."""
 
-    def __init__(self, sequences: list[Any]) -> None:
+    def __init__(self, sequences: list[Any], lost: dict[int, KVCommonsError]) -> None:
         self.batch: Any = SimpleNamespace(sequences=sequences)
+        self._lost = lost
+
+    @property
+    def lost(self) -> dict[int, KVCommonsError]:
+        return self._lost
 
 
 class SimulatedSpan(PromptSpan):
@@ -148,11 +164,11 @@ class SimulatedStage:
                 self.held[change.begin.sequence] = list(change.begin.blocks)
             elif change.HasField("reserve"):
                 reserve = change.reserve
-                self.held[reserve.sequence] = list(reserve.blocks)
+                self.held[reserve.sequence] = [block for run in reserve.runs for block in run.blocks]
                 self.tokens[reserve.sequence] = list(world.sequences[reserve.sequence].prompt)
                 self.shared[reserve.sequence] = reserve.shared_blocks
             elif change.HasField("grow"):
-                self.held[change.grow.sequence] += change.grow.blocks
+                self.held[change.grow.sequence] += [block for run in change.grow.runs for block in run.blocks]
             elif change.HasField("end"):
                 self.over.add(change.end.sequence)
         for span in plan.spans:
@@ -178,6 +194,8 @@ class SimulatedStage:
         for span in plan.spans:
             if not span.tokens:
                 token = common_pb2.SampledToken(token=following(self.tokens[span.sequence]))
+                if span.HasField("lost"):
+                    token = common_pb2.SampledToken(error=span.lost)
             elif span.first + 1 == len(world.prompts[span.sequence].labels):
                 token = common_pb2.SampledToken(token=1, position=span.first + 1)
             else:
@@ -191,7 +209,9 @@ class SimulatedStage:
         for index in range(span.first):
             self.check(blocks[index], tuple(tokens[: index + 1]), "a token attends over")
         tokens.append(span.token)
-        self.content[blocks[span.first]] = tuple(tokens)
+        if not span.HasField("lost") and self.world.loses():
+            span.lost.CopyFrom(LOST.to_detail())
+        self.content[blocks[span.first]] = NOTHING if span.HasField("lost") else tuple(tokens)
 
     def begin_write(self, sequence: SimulatedSequence, index: int) -> None:
         """Prefill sends a block; the stage takes it where it knows whose it is."""
@@ -488,7 +508,8 @@ class StageSchedule:
         keys = next_batch(ready, self.under_way, self.stages)
         if not keys or not self.group.takes_more():
             return
-        rows = []
+        rows: list[SimulatedSequence] = []
+        lost: dict[int, KVCommonsError] = {}
         for one in [self.sequences[key] for key in keys]:
             if len(one.tokens) > one.blocks:
                 try:
@@ -500,13 +521,16 @@ class StageSchedule:
                 if self.content.get(one.physical[index]) != tuple(one.tokens[: index + 1]):
                     raise AssertionError("the first stage generates over another block")
             self.content[one.physical[one.computed]] = tuple(one.tokens)
+            if self.loses():
+                lost[len(rows)] = LOST
+                self.content[one.physical[one.computed]] = NOTHING
             rows.append(one)
         if not rows:
             return
-        goes_on = self.iterate([SimulatedRows(rows)])
+        group = SimulatedRows(rows, lost)
+        goes_on = self.iterate([group])
         if self.stages == 1:
-            for one in rows:
-                self.append(one, following(one.tokens))
+            self.take(group, {one.key: following(one.tokens) for one in rows})
             return
         if not goes_on:
             raise AssertionError("a line that takes more took none")
@@ -518,11 +542,27 @@ class StageSchedule:
                 if group.prompt.key in tokens:
                     self.sampled(group.prompt.key, tokens[group.prompt.key])
                 continue
-            for one in group.batch.sequences:
-                waiting = self.under_way.pop(one.key)
-                self.append(one, tokens[one.key].token)
-                for command in waiting:
-                    command()
+            sampled = {
+                one.key: None if tokens[one.key].HasField("error") else tokens[one.key].token
+                for one in group.batch.sequences
+            }
+            waiting = [command for key in sampled for command in self.under_way.pop(key)]
+            self.take(group, sampled)
+            for command in waiting:
+                command()
+
+    def loses(self) -> bool:
+        """Whether a holder fails a sequence at a stage now."""
+        return self.tensor == 1 and self.draw.random() < LOSSES
+
+    def take(self, group: SimulatedRows, tokens: Mapping[int, int | None]) -> None:
+        """What was sampled, as the engine takes it."""
+        for row, one in enumerate(group.batch.sequences):
+            token = tokens[one.key]
+            if row in group.lost or token is None:
+                self.fail(one.key, LOST)
+            else:
+                self.append(one, token)
 
     def scored(self, key: int, logprobs: common_pb2.PromptLogprobs) -> None:
         raise AssertionError("no simulated prompt asks for logprobs")

@@ -32,7 +32,6 @@ from services.decode.arrival.growth import GrowingPrompt, Growth, split
 from services.decode.arrival.local_prefill import LocalPrefill, LocalSink
 from services.decode.arrival.start_barrier import PushFrom, StartBarrier, StartGeneration
 from services.decode.batching.stream import EventStream
-from services.decode.borrowing.creditors import place_of
 from services.decode.borrowing.loans import Loans
 
 log = logging.getLogger(__name__)
@@ -397,7 +396,7 @@ class Arrivals:
                 blocks=len(own),
             )
         ]
-        placements += [place_of(run) for run in runs if isinstance(run, RemoteRun)]
+        placements += [run.place() for run in runs if isinstance(run, RemoteRun)]
         return ref, placements
 
     def _cut_short(self, arrival: Arrival) -> None:

@@ -17,7 +17,6 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.placement.base import FreeBlocks
 from services.decode.arrival.growth_queue import GrowthQueue
-from services.decode.borrowing.creditors import place_of
 from services.decode.borrowing.loans import Loans
 
 PAUSE_S = 0.1  # until one that waits for memory looks again
@@ -52,8 +51,10 @@ class Growth:
         loans: Loans,
         data_address: str,
         sequences: Callable[[], int],
+        joins: bool = True,
     ) -> None:
-        """`sequences`: how many are held here, each of which is left a block to grow."""
+        """`sequences`: how many are held here, each of which is left a block to grow. `joins`: whether this
+        instance may be one of the holders that join."""
         self._core = core
         self._queue = queue
         self._engine = engine
@@ -61,6 +62,7 @@ class Growth:
         self._loans = loans
         self._data_address = data_address
         self._sequences = sequences
+        self._joins = joins
         self._growing: dict[int, GrowingPrompt] = {}
 
     @property
@@ -127,7 +129,7 @@ class Growth:
                 continue
         # What this instance has beyond its own share is better than to wait.
         free = FreeBlocks(free_blocks=self._core.allocator.free, sequences=self._sequences())
-        if free.beside_others() < least:
+        if not self._joins or free.beside_others() < least:
             return []
         try:
             return [LocalRun(first_block=prompt.blocks, blocks=self._core.allocator.allocate(least))]
@@ -156,7 +158,7 @@ class Growth:
         for run in runs:
             if isinstance(run, RemoteRun):
                 prompt.holders.append(run)
-                prompt.places.append(place_of(run))
+                prompt.places.append(run.place())
             else:
                 prompt.places.append(self._own_place(prompt, run))
             prompt.blocks += run.count

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import UnsupportedParameter
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.head_group import Creditor, HeadGroup
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.segments import SegmentRef
-from kvcommons.pb import common_pb2, ledger_pb2
+from kvcommons.pb import ledger_pb2
 from kvcommons.rpc.dialer import UNSECURED, Dialer
 from services.decode.periodic import PeriodicTask
 
@@ -166,19 +165,3 @@ class Creditors:
 def devices(instance: ledger_pb2.Instance) -> int:
     """That attend at the same time over what lies there."""
     return max(1, len(instance.members))
-
-
-def place_of(run: RemoteRun) -> common_pb2.SegmentPlace:
-    """Where prefill writes and attends."""
-    place = common_pb2.SegmentPlace(
-        data_address=run.holder.data_address,
-        handle=run.ref.handle,
-        epoch=run.ref.epoch,
-        first_block=run.first_block,
-        blocks=run.count,
-    )
-    if isinstance(run.holder, HeadGroup):
-        for data_address, ref in run.holder.places(run.ref):
-            place.parts.add(data_address=data_address, handle=ref.handle, epoch=ref.epoch)
-        place.data_address = place.parts[0].data_address
-    return place

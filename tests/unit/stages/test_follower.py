@@ -39,7 +39,7 @@ def stage() -> Iterator[str]:
 
     follower = Follower(
         core, 1, keeper=BlockKeeper(core, saver), saver=saver, histories=unused,
-        condemner=asyncio.run(made()), push_deadline_s=1.0, telemetry=telemetry,
+        condemner=asyncio.run(made()), push_deadline_s=1.0, attend_deadline_s=1.0, telemetry=telemetry,
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="kvc-") as name:
         server = DataServer(f"unix:{Path(name)}/stage", follower, name="stage")

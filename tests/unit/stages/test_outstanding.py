@@ -28,7 +28,6 @@ def test_blocks_come_back_once_all_stages_have_ended_a_sequence() -> None:
     work.begin(7, [4, 5], delivers=False)
     work.grow(7, [9])
     assert work.begun(7)
-    assert work.blocks(7) == 3
     assert work.ended(7, 2) == ()
     assert work.ended(7, 2) == ()
     assert not work.delivered(7, 1)
