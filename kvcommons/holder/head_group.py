@@ -16,14 +16,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from kvcommons.errors import CapacityExhausted, KVCommonsError, StaleEpoch, UnsupportedParameter
+from kvcommons.errors import (
+    CapacityExhausted,
+    InvalidInput,
+    KVCommonsError,
+    StaleEpoch,
+    UnsupportedParameter,
+)
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.copying import BlockSave, read_request, write_request
 from kvcommons.holder.exchange import Recipient, by_heads
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
-from kvcommons.rblock.heads import divided
+from kvcommons.rblock.heads import HeadPart, divided
 from kvcommons.rblock.layout import Layout
 from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.transport.deadline import Deadline
@@ -62,13 +68,21 @@ class HeadGroup:
         lost: Callable[[Sequence[SegmentRef]], None],
         lease_s: float = 10.0,
         dialer: Dialer = UNSECURED,
+        heads: HeadPart | None = None,
     ) -> None:
-        """`addresses`: control and data, of each part in order; the others as at RemoteHolder. `store`: None
-        where this process only attends. Raises InvalidInput where the heads cannot be divided over so
-        many."""
+        """`addresses`: control and data, of each part in order; the others as at RemoteHolder. `layout`: of
+        all heads. `store`: None where this process only attends. `heads`: of which it has queries, a rank's;
+        None: all. Raises InvalidInput where the heads cannot be divided over so many."""
         self._shares = divided(len(addresses))
         self._shares[0].layout(layout)
         self._layout, self._store = layout, store
+        self._attending = slice(0, len(addresses))  # parts that have keys for these queries
+        if heads is not None:
+            count, rest = divmod(len(addresses), heads.parts)
+            if rest:
+                raise InvalidInput(f"a head group of {len(addresses)} parts has none for {heads.parts} ranks")
+            self._attending = slice(heads.number * count, (heads.number + 1) * count)
+            self._layout = heads.layout(layout)
         self._lost = lost
         self._parts = [
             RemoteHolder(
@@ -265,16 +279,16 @@ class HeadGroup:
                 call.finish(share.pieces(into))
 
     def recipients(self, rows: Sequence[PlanRow]) -> list[Recipient]:
-        """Each part, for its heads. A row whose segment is gone is lost at the parts."""
+        """Each part that has some of this process's heads, for these. A row whose segment is gone is lost at
+        the parts."""
         own = [list[PlanRow]() for _ in self._parts]
         for row in rows:
             segment = self._segments.get(row.ref)
             refs = segment.generations.get(row.generation) if segment is not None else None
             for some, ref in zip(own, refs or [_GONE] * len(own), strict=True):
                 some.append(row.at(ref))
-        recipients = [
-            one for part, some in zip(self._parts, own, strict=True) for one in part.recipients(some)
-        ]
+        each = list(zip(self._parts, own, strict=True))[self._attending]
+        recipients = [one for part, some in each for one in part.recipients(some)]
         return by_heads(self._layout, recipients)
 
     def _segment(self, ref: SegmentRef) -> _Segment:

@@ -192,6 +192,10 @@ class Model:
         rotation = RotaryAngles(cos=state.cos, sin=state.sin)
         return self._state(opened, state.positions, rotation), attention_s
 
+    def summed(self, part: Tensor) -> Tensor:
+        """Of what all ranks of these layers have, on the device; `part` itself where there is one."""
+        return part if self._sum is None else self._sum(part)
+
     def leave(self, state: State, attention: Tensor) -> Tensor:
         """Finishes its last layer -> the residual stream [T, hidden], with which the next range enters."""
         hidden, added = self._close_last(state.hidden, attention)

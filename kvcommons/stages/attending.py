@@ -10,6 +10,7 @@ from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.head_group import Creditor, HeadGroup
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
+from kvcommons.rblock.heads import HeadPart
 from kvcommons.rblock.layout import Layout
 from kvcommons.rpc.dialer import UNSECURED, Dialer
 
@@ -25,8 +26,10 @@ class AttendedHolders:
     """Those that a stage behind the first attends at, in an epoch. Belongs to the epoch's thread, but for
     `forget`."""
 
-    def __init__(self, layout: Layout, dialer: Dialer = UNSECURED) -> None:
+    def __init__(self, layout: Layout, heads: HeadPart | None = None, dialer: Dialer = UNSECURED) -> None:
+        """`layout`: of all heads. `heads`: of which this process has queries; None: all."""
         self._layout = layout
+        self._heads = heads
         self._dialer = dialer
         self._holders: dict[tuple[str, ...], Creditor] = {}  # by data addresses, several of a head group
 
@@ -82,4 +85,5 @@ class AttendedHolders:
             store=None,
             lost=lambda refs: None,
             dialer=self._dialer,
+            heads=self._heads,
         )

@@ -49,6 +49,7 @@ from kvcommons.prefill.handover import HandOver
 from kvcommons.prefill.push import Delivery, Pusher
 from kvcommons.prefill.targets import Target, TargetTable
 from kvcommons.rblock.heads import HeadPart
+from kvcommons.rblock.layout import Layout
 from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.stages.attending import AttendedHolders
 from kvcommons.stages.batches import SteppedBatches
@@ -270,7 +271,7 @@ class _Epoch:
         self._plans: queue.SimpleQueue[tuple[pb.StagePlan, Tensor | None] | None] = queue.SimpleQueue()
         self._received = 0
         self._batches = SteppedBatches(self._core)
-        self._holders = AttendedHolders(self._core.layout, follower._dialer)
+        self._holders = AttendedHolders(Layout.of(self._core.info), self._core.heads, follower._dialer)
         self._held: dict[int, Held] = {}
         self._gone = deque[int](maxlen=GONE_MAX)  # sequences, after they were held
         self._loads: dict[int, Load] = {}

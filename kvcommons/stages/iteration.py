@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration import Iteration, Rows
+from kvcommons.engine.token_rows import TokenRows
+from kvcommons.errors import DataLoss
 from kvcommons.model.slices import State
 from kvcommons.pb import common_pb2 as pb
 
@@ -40,6 +42,22 @@ class StageIteration(Iteration):
         self.going_on: list[int] = []
         self.leaving: Tensor | None = None
         self.left_s = 0.0  # when it went on to the next stage
+
+    def run(self, between_layers: Callable[[], None] | None = None) -> list[list[pb.SampledToken]]:
+        tokens = super().run(between_layers)
+        if self._summed:
+            for number, group in enumerate(self.groups):
+                if isinstance(group, TokenRows) and group.batch.shares and number not in self.failures:
+                    self._agree_on_lost(group)
+        return tokens
+
+    def _agree_on_lost(self, group: TokenRows) -> None:
+        """What one rank could not attend over none has summed up right."""
+        core, lost = self._core, torch.zeros(len(group.batch.sequences))
+        lost[list(group.lost)] = 1
+        total = core.backend.device.fetch(core.model.summed(core.backend.device.upload(lost)))
+        for row in total.nonzero().flatten().tolist():
+            group.lost.setdefault(row, DataLoss("another rank of this stage could not attend over its KV"))
 
     def _begin(self, positions: Tensor) -> State:
         if self._entering is None and self._entered is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -37,7 +38,8 @@ class RankGroup:
         self._dialer = dialer
         self._changed = threading.Condition()
         self._came: dict[int, tuple[int, Connection]] = {}  # by rank, with its epoch: not joined yet
-        self._epoch = 0  # the newest that was joined
+        self._epoch = self._left = 0  # the newest that was joined, and that was left
+        self._calling: list[Connection] = []  # of a rank that joins
         self._sums: RankSums | None = None
 
     def welcome(self, join: pb.JoinRanks, exchange: Exchange) -> None:
@@ -49,14 +51,14 @@ class RankGroup:
                 param="rank",
             )
         with self._changed:
-            if join.epoch <= self._epoch:
+            if join.epoch <= max(self._epoch, self._left):
                 raise StaleEpoch("the ranks were put together anew")
         exchange.reply(pb.DataReply(done=pb.Done()))
         exchange.take = lambda connection: self._keep(join, connection)
 
     def join(self, epoch: int, above: Sequence[str]) -> None:
         """Blocks until all ranks of the stage are there. `above`: data addresses of those that this one
-        calls, in their order. Raises Unavailable."""
+        calls, in their order. Raises Unavailable, at once where it is left meanwhile."""
         deadline = Deadline.after(JOIN_S)
         connections: dict[int, Connection] = {}
         try:
@@ -67,13 +69,17 @@ class RankGroup:
             for connection in connections.values():
                 connection.close()
             raise Unavailable(f"the ranks of a stage did not meet: {error.message}") from error
-        with self._changed:
-            self._epoch, self._sums = epoch, RankSums(self.rank.number, connections)
+        finally:
+            self._calling.clear()
 
     def leave(self, epoch: int) -> None:
-        """Closes what this rank has with the others in that epoch, and before: a sum under way fails. Any
-        number of times."""
+        """Closes what this rank has with the others in that epoch, and before: a sum under way fails, and who
+        joins gives up. Any number of times."""
         with self._changed:
+            self._left = max(self._left, epoch)
+            self._changed.notify_all()
+            for connection in self._calling:
+                connection.abort()
             sums = self._sums if self._epoch == epoch else None
             if sums is not None:
                 self._sums = None
@@ -103,7 +109,10 @@ class RankGroup:
 
     def _call(self, address: str, epoch: int, deadline: Deadline) -> Connection:
         connection = self._dialer.client(address, "stage").connect(deadline)
+        with self._changed:
+            self._calling.append(connection)
         try:
+            self._check(epoch)
             join = pb.JoinRanks(epoch=epoch, rank=self.rank.number)
             request = pb.DataRequest(deadline_ms=deadline.left_ms(), join_ranks=join)
             connection.send(request.SerializeToString(), (), deadline)
@@ -114,15 +123,24 @@ class RankGroup:
         return connection
 
     def _await_lower(self, epoch: int, connections: dict[int, Connection], deadline: Deadline) -> None:
-        """Adds those of the ranks that call this one."""
+        """Adds those of the ranks that call this one, and has the sums begin."""
         with self._changed:
             for number in range(self.rank.number):
-                if not self._changed.wait_for(lambda n=number: self._here(n, epoch), deadline.left()):  # type: ignore[misc]
+                if not self._changed.wait_for(partial(self._here, number, epoch), deadline.left()):
                     raise DeadlineExceeded(f"rank {number} did not come")
+                self._check(epoch)
                 connections[number] = self._came.pop(number)[1]
+            self._check(epoch)
+            self._epoch, self._sums = epoch, RankSums(self.rank.number, connections)
 
     def _here(self, number: int, epoch: int) -> bool:
-        return number in self._came and self._came[number][0] == epoch
+        """Or it is not waited for any more."""
+        came = self._came.get(number)
+        return epoch <= self._left or (came is not None and came[0] == epoch)
+
+    def _check(self, epoch: int) -> None:
+        if epoch <= self._left:
+            raise StaleEpoch("the epoch has ended")
 
     def _keep(self, join: pb.JoinRanks, connection: Connection) -> None:
         with self._changed:

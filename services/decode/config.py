@@ -23,7 +23,8 @@ class DecodeConfig:
     # PEM: the public key of the router's tenant_key; calls for a tenant have to be signed. None: they are
     # not.
     tenant_key: str | None = None
-    # In stages and ranks nothing is lent to others, ranks borrow nothing, and prefill computes all prompts.
+    # In stages and ranks nothing is lent to others, ranks borrow of head groups only, and prefill computes
+    # all prompts.
     shape: StageSettings = field(default_factory=StageSettings)
     placement: str = "overflow"  # local, overflow, offload, grow or auto; see docs/placement.md
     holder_tokens: Annotated[int, Ge(1)] = 16384  # of one sequence, the most on one holder (placement grow)
@@ -63,11 +64,6 @@ class DecodeConfig:
             return
         name = "stages" if self.shape.stages > 1 else "tensor"
         alone = f"is not there where {name} = {getattr(self.shape, name)}: leave it out, or set {name} to 1"
-        if self.shape.tensor > 1 and self.placement not in ("local", "overflow"):
-            raise ValueError(
-                f'placement = "{self.placement}" is not there where tensor = {self.shape.tensor}: each rank '
-                "keeps its own part of KV; leave it out, or set tensor to 1"
-            )
         if self.replicas:
             raise ValueError(f"replicas {alone}: no other instance computes slices of a part of the model")
         if self.pipelining == "on":

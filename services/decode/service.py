@@ -38,6 +38,7 @@ from kvcommons.placement.choice import placement_of, policy_class
 from kvcommons.prefill.metrics import PrefillMetrics
 from kvcommons.prefill.role import PrefillRole
 from kvcommons.prefill.service import PrefillService
+from kvcommons.rblock.layout import Layout
 from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process
 from kvcommons.stages.formation import Formation, StageShare
@@ -134,7 +135,7 @@ class DecodeParts:
         )
         costs = Costs(predictor, layers=core.layout.layers, block_bytes=core.layout.block_bytes)
         placement = placement_of(
-            policy_of(config), costs=costs, holder_blocks=max(config.holder_tokens // core.block_tokens, 1)
+            config.placement, costs=costs, holder_blocks=max(config.holder_tokens // core.block_tokens, 1)
         )
         self.callbacks = LoopCallbacks(borrow_blocks=config.borrow_blocks)
         metrics = DecodeMetrics(registry)
@@ -216,7 +217,7 @@ class DecodeParts:
         self.data_address = config.data_plane.advertise_data or self.data.address
         self.whole_store = WholeStore(
             model=core.info.fingerprint,
-            layout=core.layout,
+            layout=Layout.of(core.info),
             condemn=self.condemner,
             saver=self.saver,
             dialer=dialer,
@@ -227,6 +228,7 @@ class DecodeParts:
                 model=core.info.fingerprint,
                 block_tokens=core.block_tokens,
                 store=self.whole_store,
+                rank=model.rank,
             ),
             LedgerClient(
                 config.ledger,
@@ -383,18 +385,13 @@ class DecodeParts:
             raise DeadlineExceeded(f"{late} within the deadline") from None
 
 
-def policy_of(config: DecodeConfig) -> str:
-    """A rank has some of the heads, and borrows nothing."""
-    return config.placement if config.shape.tensor == 1 else "local"
-
-
 async def serve(config: DecodeConfig, process: Process) -> None:
     """Answers health at once, is ready when the model is loaded, and all its stages are there; drains at a
     signal to stop."""
     if config.shape.follows:
         await serve_decode_stage(config, process)
         return
-    placement = policy_class(policy_of(config))
+    placement = policy_class(config.placement)
     server = process.server(config.node, config.tenant_key)
     service = DecodeService(max_sequences=config.max_sequences)
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, service)

@@ -349,12 +349,6 @@ async def test_what_stages_do_not_do_is_named(
         decode_config(engines, shape=StageSettings(**shape), **changes)
 
 
-@pytest.mark.parametrize("placement", ["offload", "grow", "auto"])
-async def test_ranks_borrow_nothing(engines: Stack, placement: str) -> None:
-    with pytest.raises(ValueError, match=rf'placement = "{placement}" is not there where tensor = 2'):
-        decode_config(engines, shape=StageSettings(tensor=2), placement=placement)
-
-
 def decode_config(engines: Stack, **changes: Any) -> DecodeConfig:
     return DecodeConfig(
         node=engines.node("decode"),

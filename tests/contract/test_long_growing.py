@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from kvcommons.errors import KVCommonsError
 from kvcommons.model.synthetic import random_config, write_random_folder
 from kvcommons.pb import common_pb2
-from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, scale_calls
+from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, ready, scale_calls, settings
 from tests.contract.engine_turns import Turn, turn
 from tests.contract.test_engine_growing import lent, until_lent
 from tests.contract.test_engine_reuse import stored
@@ -251,5 +252,59 @@ async def test_two_stages_of_two_ranks_over_two_holders(stack: Stack, long: Long
     await until_lent(stack, 1, *pools)
     await running
     assert_exact(one, long)
+    await stack.idle("decode", *pools)
+    await prefill_idle(prefill)
+
+
+@pytest.mark.parametrize(
+    ("stages", "tensor", "victim"),
+    [(2, 1, "nobody"), (4, 1, "nobody"), (2, 2, "nobody"), (2, 2, "stage"), (2, 2, "rank"), (2, 2, "holder")],
+)
+async def test_generation_in_stages_of_ranks_over_two_holders(
+    stack: Stack, long: Long, stages: int, tensor: int, victim: str
+) -> None:
+    """All three together where sequences generate: beside the stages' own memory two holders, each a head
+    group of two pools where stages have two ranks. One is killed in the middle of the answer, which is gone on
+    with behind what was heard."""
+    heads = [(group, f"{part}/2") for group in "ab" for part in range(2)] if tensor > 1 else []
+    pools = [f"pool-{number}" for number in range(2 * tensor)]
+    lenders = await stack.lenders(*[420] * len(pools), process=True, heads=heads)
+    prefill = await stack.staged(2, tensor=tensor, engine={"capacity_tokens": CAPACITY}, chunk_tokens=512)
+    shape: dict[str, Any] = {
+        "placement": "grow", "holder_tokens": 6144, "engine": {"capacity_tokens": CAPACITY},
+        "attend_deadline_s": 20.0, "lease_ms": 2000,
+    }  # fmt: skip
+    decode = await stack.staged_decode(stages, tensor=tensor, process=True, **shape)
+    one = asked(stack, long, prefill, decode)
+    running = asyncio.create_task(one.run())
+    await until_lent(stack, len(pools), *pools)
+    if victim == "nobody":
+        await running
+        assert_exact(one, long)
+    else:
+        await eventually(lambda: bool(one.tokens))
+        number, rank = {"stage": (1, 0), "rank": (0, 1), "holder": (0, 0)}[victim]
+        member = number * tensor + rank
+        child = lenders[1] if victim == "holder" else stack.children[len(pools) + member - 1]
+        child.kill()
+        child.wait()
+        with pytest.raises(KVCommonsError):
+            await running
+        heard = len(one.tokens)
+        assert one.tokens == long.answer[:heard]
+        alive = [name for name in pools if victim != "holder" or name != "pool-1"]
+        await stack.idle("decode", *alive)
+        if victim == "holder":
+            engine = settings(stack.folder, capacity_tokens=420 * BLOCK)
+            stack.pool_process("pool-1", engine, *heads[1])
+            await ready(partial(stack.inspect, "pool-1"))
+        else:
+            stack.decode_stage(number, stages, rank=rank, tensor=tensor, process=True, **shape)
+            await stack.decode_together(decode)
+        again = turn(
+            prefill, decode, stack.model, long.tokens + one.tokens, len(long.answer) - heard,
+            prompt_tokens=len(long.tokens),
+        )  # fmt: skip
+        assert (await again.run()).tokens == long.answer[heard:]
     await stack.idle("decode", *pools)
     await prefill_idle(prefill)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvcommons.engine.token_rows import TokenRows
-from kvcommons.errors import DataLoss, KVCommonsError, Unavailable
+from kvcommons.errors import CapacityExhausted, DataLoss, KVCommonsError, Unavailable
 from kvcommons.pb import common_pb2
 from tests.contract.engine_stack import BLOCK, Stack, no_iterations, prefill_idle, ready, settings
 from tests.contract.engine_turns import Turn, prompt, started_in_order, turn
@@ -134,6 +134,89 @@ async def test_a_head_group_attends_for_stages(engines: Stack) -> None:
     full = (140 + 40 - 1) // BLOCK
     assert await stored(engines, store, (tokens + expected)[: full * BLOCK]) == full
     await engines.idle("decode", *POOLS[:2])
+
+
+GROUPS = [("a", "0/2"), ("a", "1/2"), ("b", "0/2"), ("b", "1/2")]
+PARTS = tuple(f"pool-{number}" for number in range(4))
+
+
+@pytest.mark.parametrize(
+    ("engines", "stages", "tensor", "placed"),
+    [
+        ("llama", 1, 2, OFFLOAD),
+        ("qwen2-sliding", 2, 2, {**GROW, "holder_tokens": 5 * BLOCK}),
+        ("llama-tied-biased", 2, 2, {"placement": "overflow", "engine": {"capacity_tokens": 12 * BLOCK}}),
+        slow("mistral-sliding", 3, 2, OFFLOAD),
+    ],
+    indirect=["engines"],
+)
+async def test_ranks_attend_at_the_parts_of_head_groups(
+    engines: Stack, stages: int, tensor: int, placed: dict[str, Any]
+) -> None:
+    """Each at those that have its heads: all three dimensions together, where there are stages, too. Prefill
+    has both as well. What was generated is saved."""
+    await engines.lenders(24, 24, 24, 24, heads=GROUPS)
+    store, prefill = await engines.kvstore(), await engines.staged(2, tensor=2)
+    decode = await engines.staged_decode(stages, tensor=tensor, **placed)
+    known = [engines.reference.prompt(length, 40) for length in (140, 33, 16, 75)]
+    sampling = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
+    turns = [
+        turn(prefill, decode, engines.model, tokens, 40, sampling=sampling, history=engines.history(0))
+        for tokens, _ in known
+    ]
+    await asyncio.gather(*(one.run() for one in turns))
+    assert [one.tokens for one in turns] == [expected for _, expected in known]
+    for one, (tokens, expected) in zip(turns, known, strict=True):
+        logprobs = engines.reference.logprobs(tokens, expected)
+        assert [token.logprob for token in one.sampled] == pytest.approx(logprobs, abs=1e-4)
+    assert any(one.borrowed for one in turns)
+    await engines.idle("decode", *PARTS)
+    tokens, expected = known[0]
+    full = (140 + 40 - 1) // BLOCK
+    assert await stored(engines, store, (tokens + expected)[: full * BLOCK]) == full
+    whole = await engines.decode("whole")
+    rest = turn(prefill, whole, engines.model, tokens + expected[:36], 4, history=engines.history(full))
+    assert (await rest.run()).tokens == expected[36:]
+    await engines.idle("whole")
+    await prefill_idle(prefill)
+
+
+async def test_ranks_find_nobody_where_pools_have_all_heads(engines: Stack) -> None:
+    await engines.lenders(40)
+    prefill = await engines.prefill()
+    small = {"placement": "overflow", "engine": {"capacity_tokens": 12 * BLOCK}}
+    decode = await engines.staged_decode(1, tensor=2, **small)
+    with pytest.raises(CapacityExhausted, match=r"nobody lends them.* 2 ranks attend at head groups only"):
+        await turn(prefill, decode, engines.model, prompt(250, 2), 2).run()
+    await engines.idle("decode", "pool-0")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_what_one_rank_loses_is_no_token(
+    engines: Stack, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its tenth token, by one of two ranks of the second of two stages; another sequence goes on."""
+    await engines.lenders(40, 40, heads=GROUPS[:2])
+    prefill, decode = await engines.prefill(), await engines.staged_decode(2, tensor=2, **OFFLOAD)
+    (kept, expected), (tokens, answer) = (engines.reference.prompt(length, 40) for length in (60, 75))
+    close = TokenRows.close
+
+    def closing(rows: TokenRows) -> None:
+        close(rows)
+        model = rows._core.model
+        if model.rank.number == rank and not model.first:
+            for row, sequence in enumerate(rows.batch.sequences):
+                if sequence.tokens[:75] == tokens and len(sequence.tokens) == 85:
+                    rows.lost[row] = DataLoss("as if its holder had lost it")
+
+    monkeypatch.setattr(TokenRows, "close", closing)
+    one, other = (turn(prefill, decode, engines.model, some, 40) for some in (kept, tokens))
+    made = await asyncio.gather(one.run(), other.run(), return_exceptions=True)
+    assert one.tokens == expected
+    assert isinstance(made[1], DataLoss)
+    assert ("another rank" in str(made[1])) == bool(rank)
+    assert other.tokens == answer[:10]
+    await engines.idle("decode", *PARTS[:2])
 
 
 @pytest.mark.parametrize("placed", [OFFLOAD, {**GROW, "holder_tokens": 3 * BLOCK}], ids=["offload", "grow"])
@@ -259,15 +342,20 @@ async def test_a_stage_is_killed_and_holders_have_their_blocks_back(engines: Sta
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("placed", [OFFLOAD, {**GROW, "holder_tokens": 3 * BLOCK}], ids=["offload", "grow"])
-async def test_kills_under_load(engines: Stack, placed: dict[str, Any]) -> None:
-    """Thirty times a stage, or a holder, is killed at some moment while sequences arrive and generate: each
-    has the reference's tokens up to a clear error, or all of them, and all blocks come back."""
-    draw = random.Random(7)
-    pools = await engines.lenders(60, 60, process=True)
+@pytest.mark.parametrize(
+    ("shape", "placed"),
+    [((2, 1), OFFLOAD), ((2, 1), {**GROW, "holder_tokens": 3 * BLOCK}), ((1, 2), OFFLOAD), ((2, 2), OFFLOAD)],
+    ids=["offload", "grow", "ranks", "all"],
+)
+async def test_kills_under_load(engines: Stack, shape: tuple[int, int], placed: dict[str, Any]) -> None:
+    """Thirty times a stage, a rank or a holder is killed at some moment while sequences arrive and generate:
+    each has the reference's tokens up to a clear error, or all of them, and all blocks come back."""
+    draw, (stages, tensor) = random.Random(7), shape
+    parts = GROUPS[:2] if tensor > 1 else ()
+    pools = dict(zip(POOLS, await engines.lenders(60, 60, process=True, heads=parts), strict=False))
     prefill = await engines.prefill()
-    decode = await engines.staged_decode(2, process=True, **placed)
-    stage = engines.children[-1]
+    decode = await engines.staged_decode(stages, tensor=tensor, process=True, **placed)
+    members = dict(zip(range(1, stages * tensor), engines.children[2:], strict=True))
     known = [engines.reference.prompt(length, 60) for length in (200, 120, 75, 33)]
 
     def turns() -> list[Turn]:
@@ -277,43 +365,41 @@ async def test_kills_under_load(engines: Stack, placed: dict[str, Any]) -> None:
     await asyncio.gather(*(one.run() for one in turns()))
     calm_s = asyncio.get_running_loop().time() - began_s
     exact = refused = 0
-    for kill in range(30):
+    for _ in range(30):
         made = turns()
         running = [asyncio.create_task(one.run()) for one in made]
         await asyncio.sleep(draw.random() * 1.2 * calm_s)  # some come to their end before
-        number = draw.randrange(3)
-        victim = stage if number == 2 else pools[number]
-        victim.kill()
-        victim.wait()
-        for one, result, (_, expected) in zip(
-            made, await asyncio.gather(*running, return_exceptions=True), known, strict=True
-        ):
-            assert one.tokens == expected[: len(one.tokens)], kill
+        victim = draw.choice([*pools, *members])
+        child = pools[victim] if isinstance(victim, str) else members[victim]
+        child.kill()
+        child.wait()
+        results = await asyncio.gather(*running, return_exceptions=True)
+        for one, result, (_, expected) in zip(made, results, known, strict=True):
+            assert one.tokens == expected[: len(one.tokens)]
             if isinstance(result, BaseException):
                 assert isinstance(result, KVCommonsError), result
                 refused += 1
             else:
                 assert one.tokens == expected
                 exact += 1
-        alive = [name for at, name in enumerate(POOLS[:2]) if at != number]
-        await engines.idle("decode", *alive)
+        await engines.idle("decode", *(name for name in pools if name != victim))
         await prefill_idle(prefill)
-        if number == 2:
-            engines.decode_stage(1, 2, process=True, **placed)
-            stage = engines.children[-1]
-        else:
+        if isinstance(victim, str):
             engine = settings(engines.folder, capacity_tokens=60 * BLOCK)
-            name = POOLS[number]
-            pools[number] = engines.pool_process(name, engine)
-            await ready(partial(engines.inspect, name))
+            part = dict(zip(POOLS, parts, strict=False)).get(victim, (None, None))
+            pools[victim] = engines.pool_process(victim, engine, *part)
+            await ready(partial(engines.inspect, victim))
+        else:
+            stage, rank = divmod(victim, tensor)
+            engines.decode_stage(stage, stages, rank=rank, tensor=tensor, process=True, **placed)
+            members[victim] = engines.children[-1]
         await engines.decode_together(decode)
-        await engines.lending(*POOLS[:2])
     assert exact
     assert refused
     made = turns()
     await asyncio.gather(*(one.run() for one in made))
     assert [one.tokens for one in made] == [expected for _, expected in known]
-    await engines.idle("decode", *POOLS[:2])
+    await engines.idle("decode", *pools)
 
 
 async def test_a_short_prompt_says_what_it_lacks(engines: Stack) -> None:

@@ -14,6 +14,7 @@ from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.head_group import Creditor, HeadGroup
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.segments import SegmentRef
+from kvcommons.model.tensor_rank import ALONE, TensorRank
 from kvcommons.pb import ledger_pb2
 from kvcommons.rpc.dialer import UNSECURED, Dialer
 from services.decode.periodic import PeriodicTask
@@ -47,6 +48,20 @@ class Debtor:
     model: bytes
     block_tokens: int
     store: WholeStore | None = None  # None: nothing is borrowed of head groups
+    rank: TensorRank = ALONE  # the one that borrows
+
+    def attends_at(self, instance: ledger_pb2.Instance) -> bool:
+        """Whether each of its ranks finds holders there that have its heads and no others."""
+        ranks = self.rank.ranks
+        return ranks == 1 or (bool(instance.members) and not len(instance.members) % ranks)
+
+    @property
+    def shortfall(self) -> str:
+        """Why others than ledgers know may lend nothing; it is appended to error messages."""
+        ranks = self.rank.ranks
+        return (
+            f"; {ranks} ranks attend at head groups only, of {ranks} parts or a multiple" if ranks > 1 else ""
+        )
 
 
 class Creditors:
@@ -158,6 +173,7 @@ class Creditors:
             lost=lambda refs: self._lost(group, refs),
             lease_s=self._lease_s,
             dialer=self._dialer,
+            heads=self._debtor.rank.kv_part(store.layout.kv_heads),
         )
         return group
 

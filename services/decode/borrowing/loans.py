@@ -106,7 +106,7 @@ class Loans:
     @property
     def shortfall(self) -> str:
         """Of head groups, by the ledger's last answer; it is appended to error messages."""
-        return self._ledger.shortfall
+        return self._ledger.shortfall + self._debtor.shortfall
 
     async def borrow(
         self,
@@ -153,7 +153,7 @@ class Loans:
         self.give_back(runs)
         raise CapacityExhausted(
             f"{blocks} blocks do not fit here and nobody lends them: retry later, or add an attention_pool "
-            f"instance{self._ledger.shortfall}",
+            f"instance{self.shortfall}",
             retry_after_ms=500,
         )
 
@@ -189,7 +189,7 @@ class Loans:
                 if run is not None:
                     return run
         raise CapacityExhausted(
-            f"nobody lends the sequence another block{self._ledger.shortfall}", retry_after_ms=500
+            f"nobody lends the sequence another block{self.shortfall}", retry_after_ms=500
         )
 
     def give_back(self, runs: Sequence[RemoteRun]) -> None:
@@ -278,8 +278,9 @@ class Loans:
         avoid: Collection[Creditor],
         balance: bool,
     ) -> list[ledger_pb2.Instance]:
-        """In the ledger's order but for what the sequence's policy wants, and for who is slow. Attention
-        takes as long as the device that has most to read, and a head group's share it."""
+        """Those that all ranks can attend at, in the ledger's order but for what the sequence's policy wants,
+        and for who is slow. Attention takes as long as the device that has most to read, and a head group's
+        share it."""
         owed = self.debts() if balance else {}
 
         def rank(instance: ledger_pb2.Instance) -> tuple[bool, bool, bool, float]:
@@ -287,7 +288,7 @@ class Loans:
             holder, owes = self._creditors.of(instance), owed.get(instance.id, 0)
             return self._is_slow(holder), holder in avoid, partly, owes / devices(instance)
 
-        return sorted(instances, key=rank)
+        return sorted(filter(self._debtor.attends_at, instances), key=rank)
 
     async def _reserve(
         self, key: int, name: str, instance: ledger_pb2.Instance, blocks: int, first_block: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -144,8 +145,7 @@ def test_a_rank_that_leaves_wakes_the_others_and_nothing_stays_open(
         made.join(epoch)
         assert all(one.equal(part * 3) for one in made.sums([part] * 3))
         failures: list[KVCommonsError] = []
-        arguments = (made.groups[0], part.clone(), failures)
-        waiting = threading.Thread(target=fail_to_sum, args=arguments)
+        waiting = threading.Thread(target=caught, args=(lambda: made.groups[0].sum(part.clone()), failures))
         waiting.start()
         time.sleep(0.02)  # until it waits; where it has not begun yet, it fails all the same
         made.groups[2].leave(epoch - 1)  # of one that is over: nothing to do
@@ -195,6 +195,30 @@ def test_ranks_that_do_not_come_are_waited_for_so_long(made: Ranks, monkeypatch:
     assert sockets() == before
 
 
+@pytest.mark.parametrize("made", [(3, "unix")], indirect=True)
+def test_who_joins_an_epoch_that_ends_gives_up_at_once(made: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for a rank that calls, or for the answer of one that is called and stands still."""
+    monkeypatch.setattr("kvcommons.stages.ranks.JOIN_S", 1000.0)
+    before = sockets()
+    silent = socket.create_server(("127.0.0.1", 0))
+    above = [f"tcp:127.0.0.1:{silent.getsockname()[1]}"]
+    for epoch, (number, addresses) in enumerate([(2, []), (1, above)], start=3):
+        group, failures = made.groups[number], list[KVCommonsError]()
+
+        def join(group: RankGroup = group, epoch: int = epoch, above: list[str] = addresses) -> None:
+            group.join(epoch, above)
+
+        joining = threading.Thread(target=caught, args=(join, failures))
+        joining.start()
+        time.sleep(0.05)  # until it waits; where it has not begun yet, it gives up all the same
+        group.leave(epoch)
+        joining.join(scaled(20))
+        assert not joining.is_alive()
+        assert [type(one) for one in failures] == [Unavailable]
+    silent.close()
+    assert sockets() == before
+
+
 @pytest.mark.parametrize("made", [(2, "unix")], indirect=True)
 def test_who_calls_late_or_has_no_business_is_told(made: Ranks) -> None:
     made.join(5)
@@ -223,9 +247,9 @@ def test_who_calls_late_or_has_no_business_is_told(made: Ranks) -> None:
     made.leave(5)
 
 
-def fail_to_sum(group: RankGroup, part: torch.Tensor, failures: list[KVCommonsError]) -> None:
+def caught(call: Callable[[], object], failures: list[KVCommonsError]) -> None:
     try:
-        group.sum(part)
+        call()
     except KVCommonsError as error:
         failures.append(error)
 
