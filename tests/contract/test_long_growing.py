@@ -264,8 +264,8 @@ async def test_generation_in_stages_of_ranks_over_two_holders(
     stack: Stack, long: Long, stages: int, tensor: int, victim: str
 ) -> None:
     """All three together where sequences generate: beside the stages' own memory two holders, each a head
-    group of two pools where stages have two ranks. One is killed in the middle of the answer, which is gone on
-    with behind what was heard."""
+    group of two pools where stages have two ranks. One is killed in the middle of the answer, which is
+    gone on with behind what was heard."""
     heads = [(group, f"{part}/2") for group in "ab" for part in range(2)] if tensor > 1 else []
     pools = [f"pool-{number}" for number in range(2 * tensor)]
     lenders = await stack.lenders(*[420] * len(pools), process=True, heads=heads)
