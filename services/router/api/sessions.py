@@ -67,7 +67,7 @@ async def get_session(request: web.Request) -> web.Response:
     body["messages"] = [message_body(Message.of(message)) for message in record.messages]
     body["tools"] = list(kept_tools(record.tools).definitions)
     body["tokens"] = len(record.tokens)
-    body["token_ids"] = list(record.tokens)
+    body["token_ids"] = record.tokens[:]
     body["dropped_tokens"] = record.dropped_tokens
     body["blocks"] = len(record.block_ids)
     body["tiers"] = await _tiers(serving, record)

@@ -39,7 +39,7 @@ async def begin_document(
         model = checked_model(serving.fleet, session.record, model, asked=model_name)
         new, messages = await serving.text.document(
             session.messages,
-            list(session.record.tokens),
+            session.tokens,
             content,
             role,
             tools=kept_tools(session.record.tools),
@@ -113,7 +113,7 @@ async def _take_over(serving: Serving, one: pb.DocumentTurn) -> None:
             session_id=one.session_id,
             turn_id=one.turn_id,
             model=model,
-            new_tokens=list(kept.tokens),
+            new_tokens=kept.tokens[:],
             new_messages=[Message.of(one) for one in kept.messages],
         )
     except BaseException:

@@ -88,7 +88,7 @@ class Document:
         self._context = Context(
             salt=tenant.salt,
             model=model,
-            tokens=[*session.record.tokens, *new_tokens],
+            tokens=[*session.tokens, *new_tokens],
             truncations=session.truncations,
             known_ids=session.record.block_ids,
         )

@@ -83,7 +83,8 @@ class Attempt:
         self._number = choice.attempt
         self._id = f"{request.turn_id}-{choice.index}-{choice.attempt}"  # unique: of this attempt alone
         self._choice = choice
-        self._tokens = choice.tokens
+        # Packed once for all calls: of a long history that takes as long as to send it.
+        self._tokens = common_pb2.Job(tokens=choice.tokens).tokens
         self._block_ids = block_ids[: reusable_blocks(len(self._tokens), request.model.block_tokens)]
         shares = request.reuse and not choice.lacks_prompt_logprobs
         self._prefix = self._block_ids if shares else ()  # what it may share with others

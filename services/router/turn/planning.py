@@ -140,7 +140,7 @@ class RequestPlan:
                 await self.abandon(self.session)  # another plan begins a turn of it
                 self.session, self.session_id = None, ""
                 raise VersionConflict("the session has gone on meanwhile")
-            tokens = list(self.session.record.tokens)
+            tokens = self.session.tokens
             self.new_messages = new_messages(history, given)
             kept_tools = self.session.record.tools if self.session.record.version else None
         elif request.truncation == "auto":
