@@ -1,6 +1,6 @@
-"""kill -9 of a process of decode in stages, in ranks, or both, the first one or one beside it, while
-sequences generate in it: each stream has the very tokens of an undisturbed one, all blocks come back, and so
-does the group."""
+"""kill -9 of a process of decode in stages, in ranks, or both, the first one or one beside it, or of a pool
+where its sequences lie, while they generate: each stream has the very tokens of an undisturbed one, all
+blocks come back, and so does the group."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,12 +20,21 @@ from tests.fault.conftest import slow_tables
 from tests.fault.streams import SAMPLINGS, stream, token_ids, until_whole
 from tests.system.stack import Stack
 
-SHAPES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
+SHAPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "stages": ({"decode_stages": 2}, ("decode-stage-1", "decode")),
     "ranks": ({"decode_tensor": 2}, ("decode-rank-1", "decode")),
     "both": (
         {"stages": 2, "tensor": 2, "decode_stages": 2, "decode_tensor": 2},
         ("decode-stage-1-rank-1", "decode-stage-1", "decode-rank-1", "decode"),
+    ),
+    # Whose sequences lie on pools, or on a head group of them.
+    "pools": (
+        {"decode_stages": 2, "attention_pool": 2},
+        ("attention_pool-1", "decode-stage-1", "attention_pool-2", "decode"),
+    ),
+    "heads": (
+        {"decode_stages": 2, "decode_tensor": 2, "attention_pool": 2},
+        ("attention_pool-1", "decode-stage-1-rank-1", "attention_pool-2", "decode-rank-1", "decode"),
     ),
 }
 
@@ -45,9 +55,12 @@ def staged(
         "prefill_stage": shape.get("stages", 1) * shape.get("tensor", 1) - 1,
         "decode_stage": shape.get("decode_stages", 1) * shape.get("decode_tensor", 1) - 1,
     }
-    folder = tmp_path_factory.mktemp("staged")
-    with Stack(folder, tables=slow_tables(), model=str(slow_model), attention_pool=0, **shape) as stack:
-        yield Staged(stack, victims, {"prefill": 1, "decode": 1, "kvstore": 1, **members})
+    folder, pools = tmp_path_factory.mktemp("staged"), shape.get("attention_pool", 0)
+    placed: dict[str, object] = {"placement": "offload"} if pools else {}
+    tables = slow_tables(decode=placed, up={"heads": request.param == "heads"})
+    with Stack(folder, tables=tables, model=str(slow_model), **({"attention_pool": 0} | shape)) as stack:
+        whole = {"prefill": 1, "decode": 1, "kvstore": 1, "attention_pool": pools, **members}
+        yield Staged(stack, victims, whole)
     stack.assert_gone()
 
 
@@ -103,6 +116,6 @@ def killed_at(staged: Staged, victim: str, session: str, *, at_piece: int) -> li
         made = list(threads.map(say, SAMPLINGS))
     assert killed.is_set()
     until_whole(staged.stack, staged.whole)
-    for name in ("prefill", "decode"):
+    for name in ("prefill", "decode", *(name for name in staged.victims if name.startswith("attention"))):
         staged.stack.until(lambda name=name: staged.stack._is_idle(name), 20.0, f"{name} holds blocks")
     return made
