@@ -70,7 +70,8 @@ class RankGroup:
                 connection.close()
             raise Unavailable(f"the ranks of a stage did not meet: {error.message}") from error
         finally:
-            self._calling.clear()
+            with self._changed:
+                self._calling.clear()
 
     def leave(self, epoch: int) -> None:
         """Closes what this rank has with the others in that epoch, and before: a sum under way fails, and who
@@ -144,6 +145,9 @@ class RankGroup:
 
     def _keep(self, join: pb.JoinRanks, connection: Connection) -> None:
         with self._changed:
+            if join.epoch <= self._left:  # meanwhile
+                connection.close()
+                return
             before = self._came.pop(join.rank, None)
             if before is not None:
                 before[1].close()
