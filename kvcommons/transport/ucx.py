@@ -43,13 +43,16 @@ _MESSAGE_BYTES = 512 << 10
 _LAST_WORD_S = 0.05
 # For UCX to take a connection down; a paused peer may keep it longer, on a thread of its own.
 _CLOSE_S = 1.0
-# Where the environment has no UCX_… of its own: large segments, and no turn there and back before a message.
+# Where the environment has no UCX_… of its own: large segments, and messages that go without asking the peer
+# first, for two ends that both asked would wait for each other.
 _DEFAULTS = {
     "TCP_TX_SEG_SIZE": "256k",
     "TCP_RX_SEG_SIZE": "256k",
     "RNDV_THRESH": "1m",
     "WARN_UNUSED_ENV_VARS": "n",
 }
+# At the start: importing ucxx sets some that nobody asked for, a small RNDV_THRESH for one.
+_ASKED_FOR = frozenset(name for name in os.environ if name.startswith("UCX_"))
 
 
 class UcxTransport:
@@ -107,7 +110,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._api = api = library()
-        options = {name: value for name, value in _DEFAULTS.items() if f"UCX_{name}" not in os.environ}
+        options = {name: value for name, value in _DEFAULTS.items() if f"UCX_{name}" not in _ASKED_FOR}
         # Of its own: workers of several threads may share a context only where it was made for that
         # (`mt_workers_shared`), which the binding cannot say.
         self._context = api.UCXContext(options, (api.Feature.TAG, api.Feature.WAKEUP))
@@ -411,17 +414,12 @@ def _read(control: SocketStream, size: int, deadline: Deadline) -> bytes:
 
 def library() -> Any:
     """The binding. Raises UnsupportedParameter where the package is missing."""
-    asked = {name for name in os.environ if name.startswith("UCX_")}
     try:
         import ucxx._lib.libucxx as api
     except ImportError as error:
         raise UnsupportedParameter(
             "addresses of ucx: need the package ucxx: pip install 'kvcommons[ucx]' (Linux), or use tcp:"
         ) from error
-    # Importing it sets variables that nobody asked for: with its RNDV_THRESH two ends that send each other
-    # more than 8 KiB at the same time would wait for each other.
-    for name in [name for name in os.environ if name.startswith("UCX_") and name not in asked]:
-        del os.environ[name]
     return api
 
 
