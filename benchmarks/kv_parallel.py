@@ -265,6 +265,7 @@ def _row(layout: Layout, context: int, count: int, queries: int, rounds: Sequenc
         "MB a holder": layout.blocks_of(context) * layout.object_bytes / count / 1e6,
         "CPU of a holder": p50([one.cpu_s for one in taken]) * 1e3,
         "devices of their own": p50([one.alone_s for one in taken]) * 1e3,
+        "not attention": p50([one.alone_s - one.computed_s for one in taken]) * 1e3,
         "law": p50([one.law_s(count) for one in rounds]) * 1e3,
         "over the law": p50([one.by_holders[count].alone_s / one.law_s(count) for one in rounds]),
         "on shared cores": p50([one.together_s for one in taken]) * 1e3,

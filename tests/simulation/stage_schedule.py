@@ -1,5 +1,6 @@
 """Seeded schedules of the stages' protocol: the first stage's own group, bookkeeping and allocator, beside
-stages, each of one or several ranks, of which every message, copy and death comes when the dice say so.
+stages, each of one or several ranks, of which every message, copy and death comes when the dice say so, and
+the first stage's own.
 
 A block's content is the tokens up to its end, by which it is checked whenever anything reads it: attention
 of a later chunk, and what is on its way to decode. So a block that is given away too soon, or found after its
@@ -258,6 +259,7 @@ class SimulatedEpoch(EpochState):
         self.world = world
         self.lines: dict[int, deque[pb.StagePlan]] = {number: deque() for number in self.numbers}
         self.open = True
+        self.heard = True  # the first process lives in which it began
 
     def join(self, writer: str) -> None:
         """Raises Unavailable where a stage still has something of the last epoch on its way."""
@@ -300,15 +302,22 @@ class StageSchedule:
         self.tensor = self.draw.choice((1, 1, 2, 3))
         self.stages = self.draw.randrange(2 if self.tensor == 1 else 1, 5 - self.tensor // 2)
         self.prompts: dict[int, SimulatedPrompt] = {}
+        self.sequences: dict[int, SimulatedSequence] = {}
+        self.arrived: set[tuple[int, int, Label]] = set()
+        self.pusher: Any = SimpleNamespace(write=lambda *args: None)
+        self.stage = {number: SimulatedStage(self, number) for number in range(1, self.stages * self.tensor)}
+        self.begin_first()
+
+    def begin_first(self) -> None:
+        """A life of the first process."""
         self.waiting: list[int] = []
         self.computing: list[int] = []
+        self.generating: list[int] = []
+        self.under_way: dict[int, list[Callable[[], None]]] = {}  # what waits for a sequence's token
         self.posted: deque[Callable[[], None]] = deque()
-        self.arrived: set[tuple[int, int, Label]] = set()
-        self.content: dict[int, Label] = {}  # of the first stage's memory
-        self.pusher: Any = SimpleNamespace(write=lambda *args: None)
-        allocator = BlockAllocator(BLOCKS)
-        self.allocator = allocator
-        core: Any = SimpleNamespace(allocator=allocator)
+        self.content: dict[int, Label] = {}  # of its memory
+        self.allocator = BlockAllocator(BLOCKS)
+        core: Any = SimpleNamespace(allocator=self.allocator)
         ignored: Any = SimpleNamespace(busy=lambda *args: None, writer="", control_of=lambda address: "")
         ranks: Any = SimpleNamespace(rank=TensorRank(ranks=self.tensor))
         ranges = [range(number, number + 1) for number in range(self.stages)]
@@ -319,10 +328,6 @@ class StageSchedule:
         engine: Any = SimpleNamespace(post=self.posted.append, fail=self.fail, fail_all=self.fail_all)
         self.group.attach(engine)
         self.group.landing = self
-        self.sequences: dict[int, SimulatedSequence] = {}
-        self.generating: list[int] = []
-        self.under_way: dict[int, list[Callable[[], None]]] = {}  # what waits for a sequence's token
-        self.stage = {number: SimulatedStage(self, number) for number in range(1, self.stages * self.tensor)}
 
     def run(self) -> None:
         for _ in range(EVENTS):
@@ -356,6 +361,8 @@ class StageSchedule:
                 actions.append(self.cancel)
             if self.draw.random() < 0.1:
                 actions.append(self.kill)
+            if self.draw.random() < 0.03:
+                actions.append(self.kill_first)
         self.draw.choice(actions)()
 
     # What happens.
@@ -428,6 +435,22 @@ class StageSchedule:
         if epoch is not None:
             self.posted.append(lambda: self.group.lost(epoch, Unavailable(f"stage {number} died")))
 
+    def kill_first(self) -> None:
+        """What it has sent may still be carried out; nobody hears of it. Callers hear that it is gone."""
+        for stage in self.stage.values():
+            if stage.epoch is not None:
+                stage.epoch.close()
+                stage.epoch.heard = False
+        for prompt in self.prompts.values():
+            prompt.ended = True
+            if not prompt.reported:
+                prompt.reported.append(Unavailable("the first stage died"))
+        for one in self.sequences.values():
+            if not one.ended:
+                one.ended = True
+                one.results.append("the first stage died")
+        self.begin_first()
+
     def form(self) -> None:
         if not self.group.formed:
             members = [StageAddress(number=number, data_address="") for number in self.stage]
@@ -445,6 +468,8 @@ class StageSchedule:
         epoch = stage.epoch
         if epoch is not None and stage.report.ByteSize():
             report, stage.report = stage.report, pb.StageReport()
+            if not epoch.heard:
+                return
             self.posted.append(lambda: self.group.hear(epoch, stage.number, report))
 
     # The engine's thread.
