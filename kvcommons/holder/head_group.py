@@ -111,8 +111,7 @@ class HeadGroup:
     async def close(self) -> None:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(part.close() for part in self._parts))
-        for client in self._data:
-            client.close()
+        self.close_data()
 
     def close_data(self) -> None:
         """As at RemoteHolder."""

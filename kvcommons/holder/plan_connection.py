@@ -19,7 +19,7 @@ from kvcommons.holder.plan import PlanRow, difference
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.telemetry.trace import current_traceparent
 from kvcommons.transport.base import Bare, Connection, Observation, SendBroken
-from kvcommons.transport.client import DataClient, fresh, last_word
+from kvcommons.transport.client import DataClient, fresh, last_word, reply_of
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.sockets import gone, waited
 
@@ -268,9 +268,9 @@ class PlanConnection:
     def _refusal(self, head: bytes, payload_bytes: int) -> KVCommonsError:
         """What a DataReply says that is no answer to a layer."""
         try:
-            reply = pb.DataReply.FromString(head)
-        except DecodeError:
-            return DataLoss(f"{self._client.address} sent a head that is no DataReply: run one version")
+            reply = reply_of(head, self._client.address)
+        except DataLoss as error:
+            return error
         if reply.HasField("error"):
             return from_detail(reply.error)
         return DataLoss(

@@ -240,7 +240,7 @@ class PendingCall:
 
     def _receive(self, connection: Connection, into: Into) -> pb.DataReply:
         head, payload_bytes = connection.receive_head(self._deadline)
-        reply = _reply_of(head, self._client.address)
+        reply = reply_of(head, self._client.address)
         if into is not None and not reply.HasField("error"):
             buffers = into(reply, payload_bytes) if callable(into) else into
             wanted = sum(memoryview(buffer).nbytes for buffer in buffers)
@@ -286,13 +286,14 @@ def receive_reply(connection: Connection, deadline: Deadline) -> pb.DataReply:
     DeadlineExceeded, DataLoss."""
     head, _ = connection.receive_head(deadline)
     connection.drain(deadline)
-    reply = _reply_of(head, connection.peer)
+    reply = reply_of(head, connection.peer)
     if reply.HasField("error"):
         raise from_detail(reply.error)
     return reply
 
 
-def _reply_of(head: bytes, peer: str) -> pb.DataReply:
+def reply_of(head: bytes, peer: str) -> pb.DataReply:
+    """What a peer has sent as a frame's head. Raises DataLoss for what is none."""
     try:
         return pb.DataReply.FromString(head)
     except DecodeError as error:

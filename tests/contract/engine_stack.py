@@ -448,6 +448,11 @@ async def _run(serve: Callable[[Any, Process], Awaitable[None]], config: Any, pr
     await serve(config, process)
 
 
+def slow(*values: object) -> object:
+    """A test's parameters that are for `make test-slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 async def prefill_idle(prefill: Any) -> prefill_pb2.PrefillInspectReply:
     """What it says once it has no job and all its blocks are free."""
     seen = prefill_pb2.PrefillInspectReply()

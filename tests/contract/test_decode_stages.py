@@ -18,7 +18,7 @@ from kvcommons.rpc.directory import Directory
 from kvcommons.stages.settings import StageSettings
 from services.decode.config import DecodeConfig
 from services.decode.stage import load_stage
-from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, prefill_idle, settings
+from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, prefill_idle, settings, slow
 from tests.contract.engine_turns import Turn, prompt, turn
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_truncation import Session, stays_in_use
@@ -36,10 +36,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.2, "seed": 7, "min_p": 0.02, "logit_bias": {17: 4.0, 3: -50.0}},
     {"temperature": 1.0, "seed": 7, "choice": 1, "top_p": 0.9},
 ]
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

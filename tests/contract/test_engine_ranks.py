@@ -12,7 +12,7 @@ from kvcommons.errors import InvalidInput, Loading, Unavailable
 from kvcommons.stages.settings import StageSettings
 from services.prefill.config import PrefillConfig
 from services.prefill.stage import load_stage
-from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, settings, shape_of
+from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, settings, shape_of, slow
 from tests.contract.engine_turns import compute, prefill_request, turn
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_stages import Retrying, assert_cancelling_frees, under_way
@@ -20,10 +20,6 @@ from tests.machine import scaled
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

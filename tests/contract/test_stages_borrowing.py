@@ -15,7 +15,7 @@ import torch
 from kvcommons.engine.token_rows import TokenRows
 from kvcommons.errors import CapacityExhausted, DataLoss, KVCommonsError, Unavailable
 from kvcommons.pb import common_pb2
-from tests.contract.engine_stack import BLOCK, Stack, no_iterations, prefill_idle, ready, settings
+from tests.contract.engine_stack import BLOCK, Stack, no_iterations, prefill_idle, ready, settings, slow
 from tests.contract.engine_turns import Turn, prompt, started_in_order, turn
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_truncation import Session, stays_in_use
@@ -28,10 +28,6 @@ pytest_plugins = ("tests.contract.engine_fixtures",)
 POOLS = ("pool-0", "pool-1", "pool-2")
 GROW: dict[str, Any] = {"placement": "grow", "borrow_blocks": 1}
 OFFLOAD: dict[str, Any] = {"placement": "offload", "borrow_blocks": 2}
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 async def lent(engines: Stack, *pools: str) -> int:

@@ -120,7 +120,7 @@ def made(request: pytest.FixtureRequest, folder: Path) -> Iterator[Ranks]:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_have_the_same_sum_whatever_its_size(made: Ranks, dtype: torch.dtype) -> None:
-    """Added in the order of the ranks, as all say it that have the parts."""
+    """Added in the order of the ranks, at each of them."""
     made.join(1)
     generator = torch.Generator().manual_seed(1)
     at_once = AT_ONCE_BYTES // dtype.itemsize // 64
