@@ -124,6 +124,30 @@ async def test_a_branch_waits_for_its_own_turns_only(served: Stack) -> None:
     assert {reply["branch"] for _, reply in replies} == {f"{session}~2", f"{session}~3"}
 
 
+async def test_a_branch_whose_first_turn_is_under_way_is_not_gone_on_with(served: Stack) -> None:
+    """It was forked for that turn. Behind it a second turn of the branch has to wait, as in a session."""
+    session = new_id()
+    await ask(served, session, said("hi"), "hello")
+    await ask(served, session, said("b"), "B")
+    served.says("one two three four five six seven eight")
+    served.script.delay_s = 0.05
+
+    async def begins(*history: str) -> asyncio.Task[Any]:
+        calls = served.calls
+        turn = asyncio.create_task(served.post(CHAT, {"messages": said(*history), "session_id": session}))
+        await eventually(lambda: served.calls > calls)
+        return turn
+
+    turns = [await begins("hi", "hello", text) for text in ("c", "d")]
+    replies = [(await turn)[1] for turn in turns]
+    assert [reply["branch"] for reply in replies] == [f"{session}~2", f"{session}~3"]
+    history = await contents(served, f"{session}~2")
+    turn = await begins(*history, "e")
+    status, answer = await served.post(CHAT, {"messages": said(*history, "f"), "session_id": session})
+    assert (status, answer["error"]["code"]) == (409, "turn_in_progress"), answer
+    assert (await turn)[1]["branch"] == f"{session}~2"
+
+
 async def test_a_history_that_comes_during_the_first_turn_waits_for_that(served: Stack) -> None:
     """Nothing of the session is committed yet, so there is nothing to branch from, and nothing is missing."""
     session = new_id()

@@ -79,7 +79,7 @@ async def begin_in_branch(
                     continue
             except TurnInProgress as error:
                 # A branch has turns of its own.
-                if not session.shared and not (given.history and branch == session.id):
+                if not session.shared and not given.history:
                     raise
                 busy[branch] = error
             if given.history:
@@ -91,7 +91,7 @@ async def begin_in_branch(
                     session.id,
                     given,
                     block_tokens=block_tokens,
-                    busy=busy if session.shared else (),
+                    busy=busy,
                 )
             except SessionNotFound:
                 if session.id in busy:  # its first turn is under way, and nothing of it is committed

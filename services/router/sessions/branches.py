@@ -67,8 +67,9 @@ async def branch_for(
     busy: Collection[str] = (),
 ) -> str | None:
     """The id of the session's branch that a turn goes on with, or of the session itself; of a new branch
-    where a history departs from all, or where those that it goes on with are `busy`. What is no history goes
-    on with all that the session has.
+    where a history departs from all, or where those that it goes on with are `busy` and the session is
+    shared, or nothing but a turn that is under way is theirs yet. What is no history goes on with all that
+    the session has.
 
     None where a history of a shared session has to do without: there may be no further branch, or it would
     share nothing with a later request. Raises SessionNotFound, InvalidInput where there are too many
@@ -83,7 +84,7 @@ async def branch_for(
     own = candidates[0]
     if given.history or given.begins_anew(own):
         of_use = [one for one in candidates if given.is_of_use(one)]
-        free = [one for one in of_use if one.session_id not in busy]
+        free = [one for one in of_use if one.session_id not in busy or not (given.shared or _as_cut(one))]
         if free:
             point = branch_point(given.messages, given.tools, free)
             if point.whole:
@@ -103,6 +104,11 @@ async def branch_for(
         serving, tenant, of, heads, point.session_id, point.messages, block_tokens=block_tokens
     )
     return branch.session_id
+
+
+def _as_cut(record: pb.SessionRecord) -> bool:
+    """Whether a branch has only what it was forked with: the next turn is what it was forked for."""
+    return record.HasField("parent_messages") and len(record.messages) == record.parent_messages
 
 
 async def make_shared(serving: Serving, tenant: Tenant, session: NamedSession, *, known: bool = True) -> None:
