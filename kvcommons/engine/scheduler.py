@@ -290,9 +290,12 @@ def plan_for(
     may_borrow: bool,
     may_preempt: bool,
 ) -> Plan:
-    """The next iteration of these sequences, by the room that each of them has."""
+    """The next iteration of these sequences, by the room that each of them has. One without any is a spread
+    prompt, whose token is under way in other stages."""
     needy = frozenset(
-        key for key, sequence in sequences.items() if sequence.prompt_computed and sequence.full
+        key
+        for key, sequence in sequences.items()
+        if sequence.runs and sequence.prompt_computed and sequence.full
     )
     short = len(needy) > free_blocks and not may_borrow
     return scheduler.plan(

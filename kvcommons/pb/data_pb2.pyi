@@ -1019,6 +1019,7 @@ class StageChange(_message.Message):
     NARROW_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
     GROW_FIELD_NUMBER: _builtins.int
+    JOIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> Global___BeginPrompt: ...
     @_builtins.property
@@ -1031,6 +1032,8 @@ class StageChange(_message.Message):
     def reserve(self) -> Global___ReserveSequence: ...
     @_builtins.property
     def grow(self) -> Global___GrowSequence: ...
+    @_builtins.property
+    def join(self) -> Global___JoinTargets: ...
     def __init__(
         self,
         *,
@@ -1040,12 +1043,13 @@ class StageChange(_message.Message):
         narrow: Global___NarrowLoad | None = ...,
         reserve: Global___ReserveSequence | None = ...,
         grow: Global___GrowSequence | None = ...,
+        join: Global___JoinTargets | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "grow", b"grow", "load", b"load", "narrow", b"narrow", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "grow", b"grow", "join", b"join", "load", b"load", "narrow", b"narrow", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "grow", b"grow", "load", b"load", "narrow", b"narrow", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "grow", b"grow", "join", b"join", "load", b"load", "narrow", b"narrow", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["begin", "end", "load", "narrow", "reserve", "grow"]  # noqa: Y015
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["begin", "end", "load", "narrow", "reserve", "grow", "join"]  # noqa: Y015
     _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
 
@@ -1067,6 +1071,8 @@ class BeginPrompt(_message.Message):
     SAVE_FROM_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SPREAD_FIELD_NUMBER: _builtins.int
+    PLACED_BLOCKS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     device_blocks: _builtins.int
     """leading ones, that were found in the stages' memory"""
@@ -1077,6 +1083,10 @@ class BeginPrompt(_message.Message):
     deadline_ms: _builtins.int
     """from receipt"""
     traceparent: _builtins.str
+    spread: _builtins.bool
+    """its blocks are here only while a chunk of them is: `blocks` is empty, and spans bring them"""
+    placed_blocks: _builtins.int
+    """of a spread prompt: leading ones that lie at its targets already"""
     @_builtins.property
     def request(self) -> _prefill_pb2.PrefillRequest: ...
     @_builtins.property
@@ -1094,10 +1104,12 @@ class BeginPrompt(_message.Message):
         save_from: _builtins.int = ...,
         deadline_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        spread: _builtins.bool = ...,
+        placed_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "deadline_ms", b"deadline_ms", "device_blocks", b"device_blocks", "loaded_blocks", b"loaded_blocks", "request", b"request", "save_from", b"save_from", "sequence", b"sequence", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "deadline_ms", b"deadline_ms", "device_blocks", b"device_blocks", "loaded_blocks", b"loaded_blocks", "placed_blocks", b"placed_blocks", "request", b"request", "save_from", b"save_from", "sequence", b"sequence", "spread", b"spread", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1137,6 +1149,31 @@ class ReserveSequence(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveSequence: _TypeAlias = ReserveSequence  # noqa: Y015
+
+@_typing.final
+class JoinTargets(_message.Message):
+    """Where more blocks of a prompt go, behind those that have a place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SegmentPlace]: ...
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        places: _abc.Iterable[_common_pb2.SegmentPlace] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["places", b"places", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinTargets: _TypeAlias = JoinTargets  # noqa: Y015
 
 @_typing.final
 class GrowSequence(_message.Message):
@@ -1290,6 +1327,7 @@ class StageSpan(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     first: _builtins.int
     """position"""
@@ -1301,6 +1339,10 @@ class StageSpan(_message.Message):
     def lost(self) -> _common_pb2.ErrorDetail:
         """a stage before could not attend over all of its KV: what comes of it is no token"""
 
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of a chunk of a spread prompt: physical, from the one of its first position on"""
+
     def __init__(
         self,
         *,
@@ -1309,10 +1351,11 @@ class StageSpan(_message.Message):
         tokens: _builtins.int = ...,
         token: _builtins.int = ...,
         lost: _common_pb2.ErrorDetail | None = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "lost", b"lost", "sequence", b"sequence", "token", b"token", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first", b"first", "lost", b"lost", "sequence", b"sequence", "token", b"token", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1331,6 +1374,7 @@ class StageReport(_message.Message):
     LOADS_FIELD_NUMBER: _builtins.int
     BUSY_US_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    WINDOWS_FIELD_NUMBER: _builtins.int
     iterations: _builtins.int
     """that the last stage has done"""
     busy_us: _builtins.int
@@ -1349,6 +1393,8 @@ class StageReport(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageLogprobs]:
         """before the token of their prompt, in order"""
 
+    @_builtins.property
+    def windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageWindow]: ...
     def __init__(
         self,
         *,
@@ -1359,14 +1405,40 @@ class StageReport(_message.Message):
         loads: _abc.Iterable[Global___StageLoad] | None = ...,
         busy_us: _builtins.int = ...,
         logprobs: _abc.Iterable[Global___StageLogprobs] | None = ...,
+        windows: _abc.Iterable[Global___StageWindow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "delivered", b"delivered", "ended", b"ended", "iterations", b"iterations", "loads", b"loads", "logprobs", b"logprobs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "delivered", b"delivered", "ended", b"ended", "iterations", b"iterations", "loads", b"loads", "logprobs", b"logprobs", "tokens", b"tokens", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageReport: _TypeAlias = StageReport  # noqa: Y015
+
+@_typing.final
+class StageWindow(_message.Message):
+    """Nothing of this chunk of a spread prompt is under way here any more: its blocks are others'."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    first: _builtins.int
+    """position"""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        first: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageWindow: _TypeAlias = StageWindow  # noqa: Y015
 
 @_typing.final
 class StageLogprobs(_message.Message):

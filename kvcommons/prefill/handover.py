@@ -34,7 +34,7 @@ class HandOver:
         """Blocks before `push_from_block` are at the targets already, or load there themselves."""
         self._pusher = pusher
         self.delivery = delivery
-        self._targets = targets
+        self.targets = targets
         self._push_from_block = push_from_block
         self._listener = listener
 
@@ -47,7 +47,7 @@ class HandOver:
 
     def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
         first = max(blocks.start, self._first(prompt))
-        for write in writes(self._targets.now, first, blocks.stop - first):
+        for write in writes(self.targets.now, first, blocks.stop - first):
             physical = prompt.blocks[write.first : write.first + write.count]
             self._pusher.write(self.delivery, layer, write, physical)
 
@@ -61,11 +61,11 @@ class HandOver:
             listener(failure or first)
 
         def pushed(failure: KVCommonsError | None) -> None:
-            if failure is not None or not self._targets.now:
+            if failure is not None or not self.targets.now:
                 acknowledged(failure)
             else:
                 self._pusher.start_sequence(
-                    self.delivery, self._targets.now[0], first.token, self._first(prompt), acknowledged
+                    self.delivery, self.targets.now[0], first.token, self._first(prompt), acknowledged
                 )
 
         self.delivery.seal(pushed)

@@ -17,10 +17,10 @@ from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import Sequence
 from kvcommons.pb import prefill_pb2 as pb
 from kvcommons.prefill.handover import HandOver, Listener
-from kvcommons.prefill.joining import GrowingPlaces, JoiningHolders, ask_places
+from kvcommons.prefill.joining import GrowingPlaces, JoiningHolders
 from kvcommons.prefill.push import Delivery, Pusher
 from kvcommons.prefill.spread import Holders, SpreadPrompt, await_placed, can_spread
-from kvcommons.prefill.targets import Target, TargetTable
+from kvcommons.prefill.targets import TargetTable
 from kvcommons.telemetry.trace import current_traceparent
 from kvcommons.transport.deadline import Deadline
 
@@ -46,9 +46,10 @@ class Intake:
         condemner: Condemner,
         chunk_tokens: int,
         sink: SinkOf | None = None,
+        stages: int = 1,
     ) -> None:
-        """`prompts`: the engine's. `sink`: of prompts that are computed in stages; None: they are computed
-        here."""
+        """`prompts`: the engine's. `sink`: of prompts that are computed in so many stages, or ranks; None:
+        they are computed here."""
         self.core = core
         self.engine = engine
         self._whole = WholePrompt(core, prompts)
@@ -58,6 +59,7 @@ class Intake:
         self._condemner = condemner
         self.chunk_tokens = chunk_tokens
         self._sink = sink
+        self._windows = stages + 1  # of a spread prompt: while one chunk is in each stage, the next one comes
 
     async def prompt(self, asked: pb.PrefillRequest, deadline_s: float, listener: Listener) -> Prompt:
         """Of the call under way, to be submitted. Raises InvalidInput, ContextLengthExceeded or ModelNotFound
@@ -66,14 +68,11 @@ class Intake:
         request = Request.of(asked.job, core.info)
         await core.check_grammar(request)
         self._condemner.know(data_address=request.store_data, control_address=request.store_control)
-        targets = TargetTable(Target.of(placement) for placement in asked.targets)
+        targets = TargetTable(asked.targets)
         delivery = Delivery(Deadline(deadline_s), current_traceparent())
         key = self.engine.new_key()
         blocks = core.layout.blocks_of(len(request.tokens))
         grows = bool(targets.now) and targets.blocks < blocks
-        if grows and self._sink is not None:
-            await self._await_all(asked, targets, blocks, delivery)
-            grows = False
         if self._sink is not None:
             sink = self._sink(asked, key, self._pusher, delivery, targets, listener)
         else:
@@ -92,9 +91,15 @@ class Intake:
             submitted_s=time.monotonic(),
         )
         fits = prompt.total_blocks <= core.allocator.total
-        if not fits and self._sink is None and can_spread(request, targets):
+        if not fits and can_spread(request, targets, core.heads):
             prompt.memory = SpreadPrompt(
-                core, self._keeper, self._holders, delivery, targets, self.chunk_tokens
+                core,
+                self._keeper,
+                self._holders,
+                delivery,
+                targets,
+                self.chunk_tokens,
+                windows=self._windows,
             )
             if asked.push_from_block:
                 placed = await asyncio.to_thread(
@@ -109,19 +114,3 @@ class Intake:
             joining = JoiningHolders(targets, blocks=blocks, delivery=delivery, dialer=self._holders.dialer)
             prompt.memory = GrowingPlaces(prompt.memory, joining, self.chunk_tokens)
         return prompt
-
-    async def _await_all(
-        self, asked: pb.PrefillRequest, targets: TargetTable, blocks: int, delivery: Delivery
-    ) -> None:
-        """Stages are told of a prompt's targets once, with the prompt."""
-        places = await asyncio.to_thread(
-            ask_places,
-            self._holders.dialer,
-            targets.now[0],
-            known_blocks=targets.blocks,
-            blocks=blocks,
-            deadline=delivery.deadline,
-            traceparent=delivery.traceparent,
-        )
-        asked.targets.extend(places)
-        targets.add(Target.of(place) for place in places)

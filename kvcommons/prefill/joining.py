@@ -83,7 +83,7 @@ class JoiningHolders:
                 deadline=self._delivery.deadline,
                 traceparent=self._delivery.traceparent,
             )
-            self.table.add(Target.of(place) for place in places)
+            self.table.add(places)
             if self.table.blocks < blocks:
                 failure = DataLoss(
                     f"decode has places for {self.table.blocks} blocks of a prompt of {self._blocks}, and "

@@ -28,14 +28,15 @@ IDLE_S = 30.0  # a lane without work for so long ends
 
 
 class Delivery:
-    """All writes of one job: how many are under way, and the first failure. Any thread may touch it."""
+    """All writes of one job: how many are under way, and the first failure. Any thread may touch it. Each
+    other stage of the instance counts as one, which ends with the last of its writes."""
 
     def __init__(self, deadline: Deadline, traceparent: str) -> None:
         self.deadline = deadline
         self.traceparent = traceparent
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
-        self._pending = 0
+        self._pending = self._elsewhere = 0  # writes of this process, and other stages
         self._failure: KVCommonsError | None = None
         self._after: Callable[[KVCommonsError | None], None] | None = None
 
@@ -52,14 +53,26 @@ class Delivery:
         """One write is acknowledged, failed or dropped."""
         with self._lock:
             self._pending -= 1
-            self._failure = self._failure or failure
-            self._arrived.notify_all()
-            after = self._take_after()
+            after = self._ended(failure)
+        if after is not None:
+            after(self._failure)
+
+    def begin_elsewhere(self, stages: int) -> None:
+        """So many other ones write, too."""
+        with self._lock:
+            self._elsewhere += stages
+
+    def end_elsewhere(self, failure: KVCommonsError | None = None) -> None:
+        """One of them has written all that it had, or will not."""
+        with self._lock:
+            self._elsewhere -= 1
+            after = self._ended(failure)
         if after is not None:
             after(self._failure)
 
     def await_arrival(self) -> None:
-        """Until all writes so far are acknowledged. Raises the failure of one, DeadlineExceeded."""
+        """Until all writes of this process so far are acknowledged. Raises the failure of one,
+        DeadlineExceeded."""
         with self._lock:
             arrived = self._arrived.wait_for(lambda: not self._pending, self.deadline.left())
         if self._failure is not None:
@@ -81,8 +94,13 @@ class Delivery:
         if ready is not None:
             ready(self._failure)
 
+    def _ended(self, failure: KVCommonsError | None) -> Callable[[KVCommonsError | None], None] | None:
+        self._failure = self._failure or failure
+        self._arrived.notify_all()
+        return self._take_after()
+
     def _take_after(self) -> Callable[[KVCommonsError | None], None] | None:
-        if self._pending:
+        if self._pending or self._elsewhere:
             return None
         after, self._after = self._after, None
         return after

@@ -28,9 +28,10 @@ class PrefillRole:
         push_deadline_s: float,
         dialer: Dialer = UNSECURED,
         sink: SinkOf | None = None,
+        stages: int = 1,
     ) -> None:
-        """`sink`: as the intake has it. `push_deadline_s`: of one write, and of a layer's attention at
-        holders of a spread prompt."""
+        """`sink`, `stages`: as the intake has them. `push_deadline_s`: of one write, and of a layer's
+        attention at holders of a spread prompt."""
         self._pusher = Pusher(
             core.memory,
             core.allocator,
@@ -38,7 +39,13 @@ class PrefillRole:
             dialer=dialer,
             heads=core.heads,
         )
-        self._holders = Holders(core.layout, core.backend, attend_deadline_s=push_deadline_s, dialer=dialer)
+        self._holders = Holders(
+            core.layout,
+            core.backend,
+            attend_deadline_s=push_deadline_s,
+            heads=core.heads,
+            dialer=dialer,
+        )
         self.intake = Intake(
             core,
             engine,
@@ -49,6 +56,7 @@ class PrefillRole:
             condemner=condemner,
             chunk_tokens=chunk_tokens,
             sink=sink,
+            stages=stages,
         )
 
     def close(self) -> None:

@@ -28,7 +28,8 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.slices import State
 from kvcommons.pb import data_pb2
 from kvcommons.prefill.push import Delivery
-from kvcommons.prefill.targets import Target, TargetTable
+from kvcommons.prefill.targets import Place, Target, TargetTable
+from kvcommons.rblock.heads import HeadPart, transfers
 from kvcommons.rblock.layout import Layout
 from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.transport.deadline import Deadline
@@ -47,10 +48,13 @@ class Holders:
         backend: Backend,
         *,
         attend_deadline_s: float,
+        heads: HeadPart | None = None,
         dialer: Dialer = UNSECURED,
     ) -> None:
-        """`attend_deadline_s`: what one layer of a chunk waits for them."""
+        """`layout`: of the heads that are here. `attend_deadline_s`: what one layer of a chunk waits for
+        them. `heads`: which of the model's are here, a rank's; None: all."""
         self._layout, self._backend = layout, backend
+        self._heads = heads
         self._attend_deadline_s = attend_deadline_s
         self.dialer = dialer
         self._plans: dict[str, PlanPool] = {}
@@ -90,10 +94,14 @@ class Holders:
                     )
                 ],
             )
-            for place in target.places
+            for place in self._places(target)
         ]  # fmt: skip
         recipients = by_heads(self._layout, recipients)
         return begin_attend(self._layout, self._backend, recipients, layer, q, None, deadline)
+
+    def _places(self, target: Target) -> list[Place]:
+        """Those that have keys for the queries that are here."""
+        return [target.places[transfer.place] for transfer in transfers(self._heads, len(target.places))]
 
     def _plans_at(self, address: str) -> PlanPool:
         """An address that many prompts used keeps its connections; there are as many as holders."""
@@ -107,15 +115,30 @@ class SpreadRows(ChunkRows):
     elsewhere."""
 
     def __init__(
-        self, core: Core, prompt: Prompt, positions: range, targets: tuple[Target, ...], holders: Holders
+        self,
+        core: Core,
+        prompt: Prompt,
+        positions: range,
+        delivery: Delivery,
+        targets: tuple[Target, ...],
+        holders: Holders,
     ) -> None:
+        """`delivery`: of the chunks before it."""
         request = prompt.request
         super().__init__(core, request.tokens, positions, prompt.blocks, request.truncated)
         self._device, self._attention = core.backend.device, core.backend.attention
         self._before = positions.start
         self._block_tokens = core.block_tokens
+        self._delivery: Delivery | None = delivery
         self._targets = targets
         self._holders = holders
+
+    def write(self, layer: int, state: State) -> None:
+        """Before the first layer's go out, what was computed before has to be where it is attended over."""
+        if self._delivery is not None:
+            self._delivery.await_arrival()
+            self._delivery = None
+        super().write(layer, state)
 
     def attend(self, layer: int, state: State) -> Tensor:
         """The holders compute while this instance does."""
@@ -147,13 +170,16 @@ class SpreadPrompt:
         delivery: Delivery,
         targets: TargetTable,
         chunk_tokens: int,
+        *,
+        windows: int = 2,
     ) -> None:
+        """`windows`: how many chunks' blocks are here at once, those that are on their way out included."""
         self._core = core
         self._keeper = keeper
         self._holders = holders
         self._delivery = delivery
         self._targets = targets
-        chunk_max = max(core.allocator.total // 2, 1) * core.block_tokens
+        chunk_max = max(core.allocator.total // windows, 1) * core.block_tokens
         self._chunk_tokens = min(chunk_tokens, chunk_max)
 
     def check(self, prompt: Prompt) -> None:
@@ -170,8 +196,8 @@ class SpreadPrompt:
         return prompt.chunk(max(min(tokens, self._chunk_tokens) // size * size, size))
 
     def open(self, prompt: Prompt, chunk: range) -> bool:
-        """Waits until what was computed is where it is attended over. False where room for the chunk is
-        still on its way out."""
+        """Waits until what was computed is where it is attended over, which is no part of an iteration. False
+        where room for the chunk is still on its way out."""
         self._delivery.await_arrival()
         try:
             self._take_window(prompt, chunk)
@@ -182,7 +208,7 @@ class SpreadPrompt:
         return True
 
     def rows(self, prompt: Prompt, chunk: range) -> ChunkRows:
-        return SpreadRows(self._core, prompt, chunk, self._targets.now, self._holders)
+        return SpreadRows(self._core, prompt, chunk, self._delivery, self._targets.now, self._holders)
 
     def close(self, prompt: Prompt) -> None:
         """No block is held here any more; those that are still on their way are kept until they are there."""
@@ -211,8 +237,11 @@ def await_placed(dialer: Dialer, first: Target, deadline: Deadline, traceparent:
         client.close()
 
 
-def can_spread(request: Request, targets: TargetTable) -> bool:
+def can_spread(request: Request, targets: TargetTable, heads: HeadPart | None = None) -> bool:
     """Whether the prompt has a place at its targets, or at those that join them, which attend over it:
-    pipeline stages do not."""
-    staged = any(target.stages for target in targets.now)
-    return bool(targets.now) and not staged and not request.truncated.shifted_head_tokens
+    pipeline stages do not, and for a rank, which has these `heads`, only those that have no others."""
+    used = [target for target in targets.now if target.blocks]
+    staged = any(target.stages for target in used)
+    ranks = 1 if heads is None else heads.parts
+    divided = all(len(target.places) % ranks == 0 for target in used)
+    return bool(used) and not staged and divided and not request.truncated.shifted_head_tokens

@@ -79,16 +79,19 @@ class TargetTable:
     """The targets of one prompt, in the order of its blocks; others may join while it is computed. One thread
     adds, any may read."""
 
-    def __init__(self, targets: Iterable[Target]) -> None:
-        self.now = tuple(targets)
+    def __init__(self, places: Iterable[pb.SegmentPlace]) -> None:
+        self.places: tuple[pb.SegmentPlace, ...] = ()  # as decode named them; those of `now`, or more
+        self.now: tuple[Target, ...] = ()
+        self.add(places)
 
     @property
     def blocks(self) -> int:
         """Leading ones of the sequence that have a target."""
         return max((target.first_block + target.blocks for target in self.now), default=0)
 
-    def add(self, targets: Iterable[Target]) -> None:
-        self.now = (*self.now, *targets)
+    def add(self, places: Iterable[pb.SegmentPlace]) -> None:
+        self.places = (*self.places, *places)
+        self.now = tuple(map(Target.of, self.places))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,6 +80,7 @@ class StagedHandOver(HandOver):
     ) -> None:
         super().__init__(pusher, delivery, targets, asked.push_from_block, listener)
         self.asked = asked
+        self.announced = 0  # of its targets, to the other processes
         self._group = group
         self._key = key
 
@@ -293,10 +294,31 @@ class StageGroup:
                     )
                 continue
             assert isinstance(group, PromptSpan), "there are no other rows"
-            if not formed.outstanding.begun(group.prompt.key):
-                changes.append(self._begin(formed, group.prompt))
-            spans.append(_span(group))
+            changes += self._prompt_changes(formed, group.prompt)
+            spans.append(self._span(formed, group))
         return changes, spans
+
+    def _prompt_changes(self, formed: EpochState, prompt: Prompt) -> list[pb.StageChange]:
+        """That it begins, and which holders have joined it."""
+        sink = prompt.sink
+        assert isinstance(sink, StagedHandOver)
+        places, known = sink.targets.places, sink.announced
+        sink.announced = len(places)
+        if not formed.outstanding.begun(prompt.key):
+            sink.asked.targets.extend(places[len(sink.asked.targets) :])
+            return [self._begin(formed, prompt, sink)]
+        if known < len(places):
+            return [pb.StageChange(join=pb.JoinTargets(sequence=prompt.key, places=places[known:]))]
+        return []
+
+    def _span(self, formed: EpochState, group: PromptSpan) -> pb.StageSpan:
+        key, chunk, blocks = group.prompt.key, group.chunk, list[int]()
+        if not group.prompt.memory.keeps:
+            size = group.prompt.block_tokens
+            blocks = group.prompt.blocks[chunk.start // size : -(-chunk.stop // size)]
+            if formed.outstanding.open_window(key, chunk.start, blocks):
+                self.core.allocator.retain(blocks)
+        return pb.StageSpan(sequence=key, first=chunk.start, tokens=len(chunk), blocks=blocks)
 
     def end(self, key: int, *, finished: bool) -> None:
         """Nothing more is computed of a prompt; unknown ones are ignored."""
@@ -373,20 +395,20 @@ class StageGroup:
         grow = pb.GrowSequence(sequence=key, runs=[run_message(run) for run in new])
         return [pb.StageChange(grow=grow)]
 
-    def _begin(self, formed: EpochState, prompt: Prompt) -> pb.StageChange:
-        sink = prompt.sink
-        assert isinstance(sink, StagedHandOver)
-        self.core.allocator.retain(prompt.blocks)
-        formed.outstanding.begin(prompt.key, prompt.blocks)
+    def _begin(self, formed: EpochState, prompt: Prompt, sink: StagedHandOver) -> pb.StageChange:
+        blocks = prompt.blocks if prompt.memory.keeps else []
+        self.core.allocator.retain(blocks)
+        formed.outstanding.begin(prompt.key, blocks)
         formed.deliveries[prompt.key] = sink.delivery
-        for _ in formed.numbers:
-            sink.delivery.begin()
+        sink.delivery.begin_elsewhere(len(formed.numbers))
         begin = pb.BeginPrompt(
             sequence=prompt.key,
             request=sink.asked,
-            blocks=prompt.blocks,
+            spread=not prompt.memory.keeps,
+            blocks=blocks,
             device_blocks=prompt.device_blocks,
             loaded_blocks=prompt.loaded_blocks,
+            placed_blocks=prompt.placed_blocks,
             save_from=prompt.save_from,
             deadline_ms=sink.delivery.deadline.left_ms(),
             traceparent=sink.delivery.traceparent,
@@ -415,7 +437,12 @@ class StageGroup:
         for delivered in report.delivered:
             if formed.outstanding.delivered(delivered.sequence, stage):
                 failure = from_detail(delivered.error) if delivered.HasField("error") else None
-                formed.deliveries[delivered.sequence].end(failure)
+                formed.deliveries[delivered.sequence].end_elsewhere(failure)
+                if failure is not None:  # of a spread prompt's last chunk no token comes
+                    self.engine.fail(delivered.sequence, failure)
+        for window in report.windows:
+            blocks = formed.outstanding.left_window(window.sequence, window.first, stage)
+            self.core.allocator.release(blocks)
         for read in report.logprobs:
             self.landing.scored(read.sequence, read.logprobs)
         tokens = {made.sequence: made.token for made in report.tokens}
@@ -457,7 +484,7 @@ class StageGroup:
         self.landing.abandoned()
         self.engine.fail_all(gone)
         for key, _ in undelivered:
-            formed.deliveries[key].end(gone)
+            formed.deliveries[key].end_elsewhere(gone)
         self.core.allocator.release(blocks)
         self.core.allocator.forget()
         self._changed()
@@ -467,7 +494,3 @@ class StageGroup:
         for load in list(formed.loads.values()):
             for stage in formed.numbers:
                 load.ended_at(stage, 0)
-
-
-def _span(group: PromptSpan) -> pb.StageSpan:
-    return pb.StageSpan(sequence=group.prompt.key, first=group.chunk.start, tokens=len(group.chunk))

@@ -8,17 +8,26 @@ from typing import Protocol
 
 from kvcommons.engine.block_publisher import save_block
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.prompt import Prompt
+from kvcommons.engine.prompt import NOT_HERE, Prompt
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 from kvcommons.errors import InvalidInput, KVCommonsError, StaleEpoch
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.prefill.push import Delivery
+from kvcommons.prefill.targets import TargetTable
+from kvcommons.rblock.allocator import BlockAllocator
 
 
 class Held(Protocol):
     """A sequence that the first stage has begun."""
 
     ended: bool  # by the first stage; it is reported once nothing of it is under way here
+
+    @property
+    def ends(self) -> bool:
+        """Whether blocks of it wait only for what is under way."""
+
+    def left(self, allocator: BlockAllocator) -> list[int]:
+        """First positions of its chunks whose blocks are others' now; each is said once."""
 
     @property
     def blocks(self) -> list[int]:
@@ -35,10 +44,18 @@ class Held(Protocol):
 class HeldPrompt:
     """One that is computed here, and whose KV goes elsewhere."""
 
-    def __init__(self, prompt: Prompt, delivery: Delivery) -> None:
+    def __init__(self, prompt: Prompt, delivery: Delivery, targets: TargetTable) -> None:
         self.prompt = prompt
         self.delivery = delivery
+        self.targets = targets
         self.ended = False
+
+    @property
+    def ends(self) -> bool:
+        return self.ended
+
+    def left(self, allocator: BlockAllocator) -> list[int]:
+        return []
 
     @property
     def blocks(self) -> list[int]:
@@ -52,6 +69,46 @@ class HeldPrompt:
         self.delivery.abandon(reason)
 
 
+class HeldSpread(HeldPrompt):
+    """One whose blocks are here only while a chunk of them is computed, and on their way out (a window)."""
+
+    def __init__(self, prompt: Prompt, delivery: Delivery, targets: TargetTable) -> None:
+        super().__init__(prompt, delivery, targets)
+        self._open: tuple[int, list[int]] | None = None
+        self._closed: dict[int, list[int]] = {}  # by first position, oldest first
+        prompt.blocks = [NOT_HERE] * prompt.total_blocks
+
+    @property
+    def ends(self) -> bool:
+        return self.ended or bool(self._closed)
+
+    @property
+    def blocks(self) -> list[int]:
+        windows = [*self._closed.values(), self._open[1] if self._open is not None else []]
+        return [block for blocks in windows for block in blocks]
+
+    def open_window(self, first: int, blocks: list[int]) -> None:
+        """Of the chunk from this position on. Raises InvalidInput for one that lies elsewhere."""
+        prompt, at = self.prompt, first // self.prompt.block_tokens
+        if self._open is not None or not blocks or at + len(blocks) > len(prompt.blocks):
+            raise InvalidInput(f"{len(blocks)} blocks from token {first} on are no chunk of a spread prompt")
+        self._open = first, blocks
+        prompt.blocks[at : at + len(blocks)] = blocks
+
+    def close_window(self) -> None:
+        """The chunk is computed, or never will be."""
+        if self._open is not None:
+            first, blocks = self._open
+            self._closed[first], self._open = blocks, None
+            self.prompt.blocks = [NOT_HERE] * len(self.prompt.blocks)
+
+    def left(self, allocator: BlockAllocator) -> list[int]:
+        found = [first for first, blocks in self._closed.items() if allocator.held_once(blocks)]
+        for first in found:
+            del self._closed[first]
+        return found
+
+
 class HeldSequence:
     """One that generates here, and whose prompt's KV comes from elsewhere."""
 
@@ -61,6 +118,13 @@ class HeldSequence:
         self.ended = False
         self._shared_blocks = shared_blocks
         self.grow(runs)
+
+    @property
+    def ends(self) -> bool:
+        return self.ended
+
+    def left(self, allocator: BlockAllocator) -> list[int]:
+        return []
 
     @property
     def blocks(self) -> list[int]:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration import Iteration, Rows
+from kvcommons.engine.prompts import PromptSpan
 from kvcommons.engine.token_rows import TokenRows
-from kvcommons.errors import DataLoss
+from kvcommons.errors import DataLoss, Unavailable
 from kvcommons.model.slices import State
 from kvcommons.pb import common_pb2 as pb
 
@@ -49,7 +50,9 @@ class StageIteration(Iteration):
             for number, group in enumerate(self.groups):
                 if isinstance(group, TokenRows) and group.batch.shares and number not in self.failures:
                     self._agree_on_lost(group)
-        return tokens
+                elif isinstance(group, PromptSpan) and not group.prompt.memory.keeps:
+                    self._agree_on_failure(number)
+        return [[] if number in self.failures else made for number, made in enumerate(tokens)]
 
     def _agree_on_lost(self, group: TokenRows) -> None:
         """What one rank could not attend over none has summed up right."""
@@ -58,6 +61,15 @@ class StageIteration(Iteration):
         total = core.backend.device.fetch(core.model.summed(core.backend.device.upload(lost)))
         for row in total.nonzero().flatten().tolist():
             group.lost.setdefault(row, DataLoss("another rank of this stage could not attend over its KV"))
+
+    def _agree_on_failure(self, number: int) -> None:
+        """Of a chunk of a spread prompt, which is alone in its iteration."""
+        device = self._core.backend.device
+        failed = torch.full((1,), float(number in self.failures))
+        if device.fetch(self._core.model.summed(device.upload(failed))).any():
+            lost = Unavailable("another rank of this stage could not attend over the prompt's blocks")
+            self.failures.setdefault(number, lost)
+            self.going_on, self.leaving = [], None
 
     def _begin(self, positions: Tensor) -> State:
         if self._entering is None and self._entered is None:

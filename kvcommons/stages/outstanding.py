@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Work = TypeVar("Work")  # an iteration, as whoever asks knows it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    """Blocks of a chunk, and the stages that may still read or write them."""
+
+    blocks: tuple[int, ...]
+    using: set[int]
 
 
 class OutstandingWork(Generic[Work]):
@@ -21,6 +30,7 @@ class OutstandingWork(Generic[Work]):
         self._blocks: dict[int, tuple[int, ...]] = {}  # by sequence
         self._using: dict[int, set[int]] = {}  # stages, by sequence
         self._delivering: dict[int, set[int]] = {}  # likewise
+        self._windows: dict[int, dict[int, _Window]] = {}  # by sequence, and first position
 
     @property
     def full(self) -> bool:
@@ -64,6 +74,25 @@ class OutstandingWork(Generic[Work]):
     def begun(self, sequence: int) -> bool:
         return sequence in self._using
 
+    def open_window(self, sequence: int, first: int, blocks: Sequence[int]) -> bool:
+        """Blocks of the chunk from this position on, which are its only while it is under way; the caller
+        holds a reference on each. False where it is known already, and another reference would be too
+        many."""
+        windows = self._windows.setdefault(sequence, {})
+        if first in windows:
+            return False
+        windows[first] = _Window(blocks=tuple(blocks), using=set(self._followers))
+        return True
+
+    def left_window(self, sequence: int, first: int, stage: int) -> tuple[int, ...]:
+        """Blocks that no stage uses any more: the chunk's, once nothing of it is under way in any."""
+        windows = self._windows.get(sequence, {})
+        window = windows.get(first)
+        if window is None:
+            return ()
+        window.using.discard(stage)
+        return () if window.using else windows.pop(first).blocks
+
     def delivered(self, sequence: int, stage: int) -> bool:
         """Whether that was still waited for: a stage says it once."""
         waiting = self._delivering.get(sequence, set())
@@ -94,4 +123,5 @@ class OutstandingWork(Generic[Work]):
 
     def _forget(self, sequence: int) -> tuple[int, ...]:
         del self._using[sequence], self._delivering[sequence]
-        return self._blocks.pop(sequence)
+        windows = self._windows.pop(sequence, {}).values()
+        return self._blocks.pop(sequence) + tuple(block for window in windows for block in window.blocks)

@@ -117,6 +117,7 @@ class PrefillParts:
             push_deadline_s=config.push_deadline_s,
             dialer=dialer,
             sink=self.group.sink if self.group is not None else None,
+            stages=len(share.ranges),
         )
         LoadMetrics(
             telemetry.registry,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2, decode_pb2, prefill_pb2
 from tests.exactness import assert_greedy, evident, logits_of
 from tests.machine import scaled
@@ -163,9 +164,9 @@ class Turn:
                     self.finished = event.finished
             if computing is not None:
                 await computing
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, KVCommonsError):
             if computing is not None and _failed(computing):
-                await computing
+                await computing  # decode's call ended because of it
             raise
         finally:
             if computing is not None:

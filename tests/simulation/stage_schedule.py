@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvcommons.engine.prompt import FirstToken
+from kvcommons.engine.prompt import NOT_HERE, FirstToken
 from kvcommons.engine.prompts import PromptSpan
 from kvcommons.engine.sequence import LocalRun
 from kvcommons.engine.token_rows import TokenRows
@@ -35,16 +35,21 @@ from kvcommons.transport.deadline import Deadline
 BLOCKS = 10
 EVENTS = 250
 LOSSES = 0.02  # of a sequence, in an iteration at a stage
+SPREAD = 0.3  # of prompts
 LOST = DataLoss("a holder has no more what it had of the sequence")
 Label = tuple[int, ...]
 NOTHING: Label = (-1,)  # what a block has of a sequence that was lost
 
 
 class SimulatedPrompt:
-    """One token a block. `told` takes the queueing time, then the result."""
+    """One token a block. `told` takes the queueing time, then the result. The blocks of one that is `spread`
+    are in memory only until they are where they are attended over."""
 
-    def __init__(self, world: StageSchedule, key: int, tokens: Label) -> None:
-        self.key, self.tokens = key, tokens
+    block_tokens = 1
+
+    def __init__(self, world: StageSchedule, key: int, tokens: Label, *, spread: bool) -> None:
+        self.key, self.tokens, self.spread = key, tokens, spread
+        self.memory: Any = SimpleNamespace(keeps=not spread)
         self.labels = [tokens[: index + 1] for index in range(len(tokens))]
         self.ids = [bytes(label) for label in self.labels]
         self.reported: list[int | FirstToken | KVCommonsError] = []
@@ -53,14 +58,15 @@ class SimulatedPrompt:
         targets = TargetTable(())
         self.sink = StagedHandOver(world.group, asked, key, world.pusher, self.delivery, targets, self.tell)
         self.blocks: list[int] = []
-        self.device_blocks = self.loaded_blocks = self.save_from = self.computed = 0
+        self.device_blocks = self.loaded_blocks = self.placed_blocks = self.save_from = self.computed = 0
+        self.leaving: int | None = None  # of a spread one: a block on its way from the first stage
         self.world = world
         self.ended = False
 
     def tell(self, event: int | FirstToken | KVCommonsError) -> None:
         self.reported.append(event)
         if not isinstance(event, KVCommonsError):
-            for number in self.world.stage:
+            for number in (*self.world.stage, *([0] if self.spread else [])):
                 for label in self.labels:
                     if (number, self.key, label) not in self.world.arrived:
                         raise AssertionError(f"a token, though stage {number} has not delivered {label}")
@@ -135,6 +141,8 @@ class SimulatedStage:
         self.content: dict[int, Label] = {}
         self.inbox: deque[pb.StagePlan] = deque()
         self.held: dict[int, list[int]] = {}
+        self.windows: dict[int, dict[int, int]] = {}  # of spread prompts: blocks by their index
+        self.dropped: set[int] = set()  # spread prompts of which nothing more is computed
         self.tokens: dict[int, list[int]] = {}  # of those held that generate
         self.shared: dict[int, int] = {}  # leading blocks of them that nobody writes to
         self.over: set[int] = set()  # held, ended by the first stage
@@ -151,18 +159,23 @@ class SimulatedStage:
         self.epoch = None
         self.inbox.clear()
         self.held, self.over, self.done, self.report = {}, set(), set(), pb.StageReport()
-        self.tokens, self.shared = {}, {}
+        self.tokens, self.shared, self.windows, self.dropped = {}, {}, {}, set()
 
     def compute(self) -> None:
-        """The next plan."""
+        """The next plan, once what a spread prompt attends over has arrived."""
         assert self.epoch is not None
-        plan, world = self.inbox.popleft(), self.world
+        world = self.world
+        if any(world.prompts[key].spread and key in self.pending for key in _prompts(self.inbox[0])):
+            return
+        plan = self.inbox.popleft()
         stage, rank = divmod(self.number, world.tensor)
         for beside in range(1, 1 if rank else world.tensor):
             self.epoch.lines[self.number + beside].append(plan)
         for change in plan.changes:
             if change.HasField("begin"):
                 self.held[change.begin.sequence] = list(change.begin.blocks)
+                if change.begin.spread:
+                    self.windows[change.begin.sequence] = {}
             elif change.HasField("reserve"):
                 reserve = change.reserve
                 self.held[reserve.sequence] = [block for run in reserve.runs for block in run.blocks]
@@ -172,9 +185,14 @@ class SimulatedStage:
                 self.held[change.grow.sequence] += [block for run in change.grow.runs for block in run.blocks]
             elif change.HasField("end"):
                 self.over.add(change.end.sequence)
+        if self.drops(plan):
+            plan = pb.StagePlan(changes=plan.changes, iteration=plan.iteration)
         for span in plan.spans:
             if not span.tokens:
                 self.generate(span)
+                continue
+            if span.sequence in self.windows:
+                self.compute_window(span)
                 continue
             prompt, blocks = world.prompts[span.sequence], self.held[span.sequence]
             for index in range(span.first):
@@ -202,6 +220,34 @@ class SimulatedStage:
             else:
                 continue
             self.report.tokens.add(sequence=span.sequence, token=token)
+
+    def drops(self, plan: pb.StagePlan) -> bool:
+        """Whether nothing comes of a chunk of a spread prompt, for a holder is gone, nor of those behind
+        it."""
+        for span in plan.spans:
+            if span.sequence in self.windows and (self.world.loses() or span.sequence in self.dropped):
+                self.dropped.add(span.sequence)
+                self.windows[span.sequence][span.first] = span.blocks[0]
+                self.report.delivered.add(sequence=span.sequence, error=LOST.to_detail())
+                return True
+        return False
+
+    def compute_window(self, span: pb.StageSpan) -> None:
+        """The next block of a spread prompt, whose earlier ones are elsewhere."""
+        prompt, (block,) = self.world.prompts[span.sequence], span.blocks
+        for label in prompt.labels[: span.first]:
+            if (self.number, span.sequence, label) not in self.world.arrived:
+                raise AssertionError(f"stage {self.number}: a chunk attends over {label}, which is not there")
+        self.windows[span.sequence][span.first] = block
+        self.content[block] = prompt.labels[span.first]
+        self.pushes.append((span.sequence, block, prompt.labels[span.first]))
+        if span.first + 1 == len(prompt.labels):
+            self.done.add(span.sequence)
+
+    @property
+    def pending(self) -> list[int]:
+        """Prompts of which something is on its way."""
+        return [key for key, _, _ in self.pushes]
 
     def generate(self, span: pb.StageSpan) -> None:
         tokens, blocks = self.tokens[span.sequence], self.held[span.sequence]
@@ -235,20 +281,31 @@ class SimulatedStage:
 
     def look(self) -> None:
         """What has ended is reported."""
-        pending = [key for key, _, _ in self.pushes]
+        pending = self.pending
         using = {block for _, block, _ in self.pushes} | {block for _, _, block in self.writes}
+        for key, windows in self.windows.items():
+            for first in [first for first, block in windows.items() if block not in using]:
+                del windows[first]
+                self.report.windows.add(sequence=key, first=first)
         for key, blocks in list(self.held.items()):
             if key in self.done and key not in pending:
                 self.done.discard(key)
                 self.report.delivered.add(sequence=key)
-            if key in self.over and not using & set(blocks):
+            if key in self.over and not using & {*blocks, *self.windows.get(key, {}).values()}:
                 del self.held[key]
+                self.windows.pop(key, None)
+                self.dropped.discard(key)
                 self.over.discard(key)
                 self.report.ended.append(key)
 
     def check(self, block: int, label: Label, what: str) -> None:
         if self.content.get(block) != label:
             raise AssertionError(f"stage {self.number}: {what} {self.content.get(block)} as {label}")
+
+
+def _prompts(plan: pb.StagePlan) -> list[int]:
+    """Of which a plan has chunks."""
+    return [span.sequence for span in plan.spans if span.tokens]
 
 
 class SimulatedEpoch(EpochState):
@@ -316,6 +373,7 @@ class StageSchedule:
         self.under_way: dict[int, list[Callable[[], None]]] = {}  # what waits for a sequence's token
         self.posted: deque[Callable[[], None]] = deque()
         self.content: dict[int, Label] = {}  # of its memory
+        self.pushes: list[SimulatedPrompt] = []  # whose last block is on its way from there
         self.allocator = BlockAllocator(BLOCKS)
         core: Any = SimpleNamespace(allocator=self.allocator)
         ignored: Any = SimpleNamespace(busy=lambda *args: None, writer="", control_of=lambda address: "")
@@ -351,6 +409,8 @@ class StageSchedule:
                 actions.append(lambda stage=stage: stage.push(self.draw.randrange(len(stage.pushes))))
             if stage.writes:
                 actions.append(lambda stage=stage: stage.end_write(self.draw.randrange(len(stage.writes))))
+        if self.pushes:
+            actions.append(self.push)
         if self.generating:
             actions += [self.write] * 2 + [self.generate] * 2
         if kills:
@@ -369,8 +429,9 @@ class StageSchedule:
 
     def submit(self) -> None:
         key = len(self.prompts) + 1
-        tokens = tuple(self.draw.randrange(2) for _ in range(self.draw.randrange(1, 5)))
-        self.prompts[key] = SimulatedPrompt(self, key, tokens)
+        spread = self.draw.random() < SPREAD
+        tokens = tuple(self.draw.randrange(2) for _ in range(self.draw.randrange(1, 9 if spread else 5)))
+        self.prompts[key] = SimulatedPrompt(self, key, tokens, spread=spread)
         self.waiting.append(key)
 
     def cancel(self) -> None:
@@ -486,6 +547,10 @@ class StageSchedule:
         if not able or not self.group.takes_more():
             return
         chosen = [self.prompts[key] for key in able if self.draw.random() < 0.7]
+        if chosen and chosen[0].spread:
+            self.compute_window(chosen[0])
+            return
+        chosen = [prompt for prompt in chosen if not prompt.spread]
         spans = []
         for prompt in chosen:
             at = prompt.computed
@@ -503,6 +568,42 @@ class StageSchedule:
             if self.stages == 1 and prompt.computed == len(prompt.labels):
                 self.sampled(prompt.key, common_pb2.SampledToken(token=1, position=prompt.computed))
 
+    def compute_window(self, prompt: SimulatedPrompt) -> None:
+        """The next block of a spread prompt, once the one before is where it is attended over."""
+        at = prompt.computed
+        if prompt.leaving is not None:
+            return
+        try:
+            (block,) = self.allocator.allocate(1)
+        except CapacityExhausted:
+            return
+        if self.loses():
+            self.allocator.release([block])
+            self.finish(prompt)
+            prompt.sink.failed(LOST)
+            return
+        prompt.blocks = [NOT_HERE] * at + [block]
+        prompt.delivery.begin()
+        prompt.leaving, self.content[block] = block, prompt.labels[at]
+        self.pushes.append(prompt)
+        self.iterate([SimulatedSpan(prompt, range(at, at + 1))])
+        prompt.blocks = []
+        prompt.computed += 1
+        if self.stages == 1 and prompt.computed == len(prompt.labels):
+            self.sampled(prompt.key, common_pb2.SampledToken(token=1, position=prompt.computed))
+
+    def push(self) -> None:
+        """A block of a spread prompt arrives from the first stage."""
+        prompt = self.pushes.pop(self.draw.randrange(len(self.pushes)))
+        block, label = prompt.leaving, next(iter(prompt.labels[prompt.computed - 1 :]))
+        assert block is not None
+        if self.content.get(block) != label:
+            raise AssertionError(f"the first stage sends {self.content.get(block)} as {label}")
+        self.arrived.add((0, prompt.key, label))
+        prompt.leaving = None
+        self.allocator.release([block])
+        prompt.delivery.end()
+
     def iterate(self, groups: Sequence[Any]) -> bool:
         """An iteration of these, as far as the first stage goes. Whether it goes on down the line."""
         iteration: Any = SimpleNamespace(
@@ -517,6 +618,10 @@ class StageSchedule:
         return self.group.pass_on(iteration)
 
     def admit(self, prompt: SimulatedPrompt) -> None:
+        if prompt.spread:
+            self.waiting.remove(prompt.key)
+            self.computing.append(prompt.key)
+            return
         found = self.allocator.match(prompt.ids[:-1])  # the last one is always computed
         try:
             prompt.blocks = found + self.allocator.allocate(len(prompt.ids) - len(found))
@@ -613,7 +718,11 @@ class StageSchedule:
             self.leave(one, "done")
 
     def fail(self, key: int, error: KVCommonsError) -> None:
-        if key in self.under_way:
+        if key in self.prompts:
+            if not self.prompts[key].ended:
+                self.finish(self.prompts[key])
+                self.prompts[key].sink.failed(error)
+        elif key in self.under_way:
             self.under_way[key].append(lambda: self.fail(key, error))
         elif not self.sequences[key].ended:
             self.leave(self.sequences[key], error.message)
@@ -650,14 +759,14 @@ class StageSchedule:
     # What has to hold.
 
     def quiet(self) -> bool:
-        busy = self.waiting or self.computing or self.generating or self.posted or not self.group.formed
+        busy = self.waiting or self.computing or self.generating or self.posted or self.pushes
         epoch = next(iter(self.stage.values())).epoch
         lines = epoch is not None and any(epoch.lines.values())
         stages = any(
             stage.inbox or stage.pushes or stage.writes or stage.held or stage.report.ByteSize()
             for stage in self.stage.values()
         )
-        return not (busy or lines or stages)
+        return not (busy or lines or stages or not self.group.formed)
 
     def check_end(self) -> None:
         if self.allocator.in_use:

@@ -26,11 +26,12 @@ def test_writes_go_to_the_holder_of_each_block() -> None:
 
 def test_a_table_covers_what_joins_it() -> None:
     """Decode's own target may hold nothing, where its first block lies elsewhere."""
-    own = Target(data_address="a", handle=1, epoch=1, first_block=4, blocks=0)
-    table = TargetTable([own, Target(data_address="b", handle=2, epoch=1, first_block=0, blocks=4)])
+    own = common_pb2.SegmentPlace(data_address="a", handle=1, epoch=1, first_block=4, blocks=0)
+    lent = common_pb2.SegmentPlace(data_address="b", handle=2, epoch=1, first_block=0, blocks=4)
+    table = TargetTable([own, lent])
     seen = table.now
     assert table.blocks == 4
-    table.add([Target(data_address="c", handle=3, epoch=1, first_block=4, blocks=3)])
+    table.add([common_pb2.SegmentPlace(data_address="c", handle=3, epoch=1, first_block=4, blocks=3)])
     assert (table.blocks, len(table.now), len(seen)) == (7, 3, 2)
     assert [write.count for write in writes(table.now, 2, 4)] == [2, 2]
     assert TargetTable(()).blocks == 0

@@ -43,6 +43,22 @@ def test_a_stage_says_once_that_it_has_delivered() -> None:
     assert work.abandon() == ([], [(7, 2)])
 
 
+def test_a_chunks_blocks_come_back_once_all_stages_are_done_with_it() -> None:
+    work = OutstandingWork[None]([1, 2], iterations_max=3)
+    work.begin(7, [])
+    assert work.open_window(7, 0, [4, 5])
+    assert not work.open_window(7, 0, [4, 5]), "who knows it already holds no second reference"
+    assert work.open_window(7, 32, [6, 8])
+    assert work.left_window(7, 0, 2) == ()
+    assert work.left_window(7, 0, 2) == ()
+    assert work.left_window(7, 0, 1) == (4, 5)
+    assert work.left_window(7, 0, 1) == ()
+    assert work.left_window(8, 0, 1) == ()
+    assert work.ended(7, 1) == ()
+    assert work.ended(7, 2) == (6, 8), "what is left of it comes back with its end"
+    assert work.abandon() == ([], [])
+
+
 def test_random_epochs_lose_no_block_and_give_none_back_twice() -> None:
     for seed in range(300):
         draw = random.Random(seed)
