@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 
 from torch import Tensor
 
@@ -142,14 +143,19 @@ class SpreadRows(ChunkRows):
 
     def attend(self, layer: int, state: State) -> Tensor:
         """The holders compute while this instance does."""
+        asked = deque[PendingPartial]()
         try:
-            asked: list[PendingPartial] = []
             if self._before:
-                asked = self._holders.ask(self._targets, self._block_tokens, layer, self._before, state.q)
-            here = self.partial(layer, range(self._before, self._length), state.q)
-            return self._attention.merge([here, *(self._finish(call) for call in asked)]).out
+                asked += self._holders.ask(self._targets, self._block_tokens, layer, self._before, state.q)
+            partials = [self.partial(layer, range(self._before, self._length), state.q)]
+            while asked:
+                partials.append(self._finish(asked.popleft()))
+            return self._attention.merge(partials).out
         except KVCommonsError as error:
             raise Unavailable(f"a holder did not attend over the prompt's blocks: {error.message}") from error
+        finally:
+            for call in asked:  # behind one that failed
+                call.cancel()
 
     def _finish(self, call: PendingPartial) -> Partial:
         there, _ = call.finish()

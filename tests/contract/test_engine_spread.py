@@ -4,14 +4,19 @@ tokens are those of transformers."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from kvcommons.backend.interface import Partial
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.prompts import PromptSpan
+from kvcommons.errors import Unavailable
+from kvcommons.holder.attend_call import PendingPartial
 from kvcommons.pb import prefill_pb2_grpc
 from kvcommons.pb.kvstore_pb2_grpc import BlocksStub
+from kvcommons.prefill.spread import SpreadRows
 from tests.contract.engine_stack import BLOCK, Stack
 from tests.contract.engine_turns import turn
 from tests.contract.test_engine_reuse import stored
@@ -87,6 +92,45 @@ async def test_what_decode_could_not_fetch_is_computed(engines: Stack) -> None:
     assert whole.first.cached_tokens == 8 * BLOCK
     assert await stored(engines, store, tokens[: PROMPT // BLOCK * BLOCK]) == PROMPT // BLOCK
     await engines.idle("d2")
+
+
+async def test_a_holder_that_fails_leaves_no_question_to_another_open(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose connection would be closed by nobody."""
+    await engines.lenders(10, 10)
+    prefill = await engines.prefill(engine=SMALL)
+    decode = await engines.decode(engine=SMALL, placement="overflow")
+    tokens, expected = engines.reference.prompt(PROMPT, ANSWER)
+    finish, finished = SpreadRows._finish, list[PendingPartial]()
+
+    def finishing(rows: SpreadRows, call: PendingPartial) -> Partial:
+        if not finished and rows._before > 12 * BLOCK:
+            finished.append(call)
+            call.finish()
+            raise Unavailable("as if a holder were gone")
+        return finish(rows, call)
+
+    cancelled: list[PendingPartial] = []
+    monkeypatch.setattr(SpreadRows, "_finish", finishing)
+    monkeypatch.setattr(PendingPartial, "cancel", cancelling(cancelled))
+    with pytest.raises(Unavailable, match="did not attend over the prompt's blocks: as if"):
+        await turn(prefill, decode, engines.model, tokens, ANSWER).run()
+    assert cancelled
+    assert not set(cancelled) & set(finished)
+    again = turn(prefill, decode, engines.model, tokens, ANSWER)
+    assert (await again.run()).tokens == expected
+    await engines.idle("decode", "pool-0", "pool-1")
+
+
+def cancelling(cancelled: list[PendingPartial]) -> Callable[[PendingPartial], None]:
+    cancel = PendingPartial.cancel
+
+    def cancelling_one(call: PendingPartial) -> None:
+        cancelled.append(call)
+        cancel(call)
+
+    return cancelling_one
 
 
 async def test_a_spread_prompt_is_alone_in_its_iterations(

@@ -52,7 +52,7 @@ async def two_turns(engines: Stack, store: BlocksStub, prefill: Any, *decodes: t
 
 @pytest.mark.parametrize(
     ("engines", "stages"),
-    [("llama", 2), ("qwen2-sliding", 3), slow("qwen3", 3), slow("llama", 4)],
+    [("llama", 2), ("qwen2-sliding", 3), slow("qwen3", 3)],
     indirect=["engines"],
 )
 async def test_both_turns_over_the_memory_of_decode(engines: Stack, stages: int) -> None:
@@ -69,7 +69,7 @@ async def test_both_turns_over_the_memory_of_decode(engines: Stack, stages: int)
     [
         ("llama", 2, {"engine": SMALL, "placement": "overflow"}),
         ("qwen3", 3, {"engine": LARGE, "placement": "grow", "holder_tokens": 5 * BLOCK, "borrow_blocks": 1}),
-        slow("mistral-sliding", 4, {"engine": SMALL, "placement": "overflow"}),
+        slow("mistral-sliding", 3, {"engine": SMALL, "placement": "overflow"}),
     ],
     indirect=["engines"],
 )
