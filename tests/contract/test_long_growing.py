@@ -22,6 +22,7 @@ from tests.contract.engine_turns import Turn, turn
 from tests.contract.test_engine_growing import lent, until_lent
 from tests.contract.test_engine_reuse import stored
 from tests.exactness import evident
+from tests.machine import scaled
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -163,10 +164,14 @@ async def test_over_one_to_four_holders_that_join(stack: Stack, long: Long, hold
     await prefill_idle(prefill)
 
 
-@pytest.mark.parametrize(("stages", "tensor"), [(1, 1), (2, 2)])
-async def test_with_history_from_the_store(stack: Stack, long: Long, stages: int, tensor: int) -> None:
-    """Half of it is fetched to the first two holders, the others join behind them; stages and ranks load what
-    they need of it themselves."""
+@pytest.mark.parametrize(
+    ("stages", "tensor", "memory"), [(1, 1, 2048), (2, 1, 2048), (2, 2, CAPACITY)], ids=str
+)
+async def test_with_history_from_the_store(
+    stack: Stack, long: Long, stages: int, tensor: int, memory: int
+) -> None:
+    """Half of it is fetched to the first two holders, the others join behind them; stages and ranks that have
+    room for all of it load what they need of it themselves."""
     pools = ("pool-0", "pool-1", "pool-2")
     await stack.lenders(*[300 for _ in pools])
     store = await stack.kvstore()
@@ -182,10 +187,11 @@ async def test_with_history_from_the_store(stack: Stack, long: Long, stages: int
     half.call_s = 300.0
     await half.run()
     assert await stored(stack, store, long.tokens[: known * BLOCK]) == known
-    if stages * tensor > 1:  # what is spread over holders one process computes alone
-        other = await stack.staged(stages, "other", tensor=tensor, loads="always", **whole)
+    part: dict[str, Any] = {"engine": {"capacity_tokens": memory}, "chunk_tokens": 512}
+    if stages * tensor > 1:
+        other = await stack.staged(stages, "other", tensor=tensor, loads="always", **part)
     else:
-        other = await stack.prefill("other", engine={"capacity_tokens": 2048}, chunk_tokens=512)
+        other = await stack.prefill("other", **part)
     fresh = await stack.decode("fresh", **grow)
     one = asked(stack, long, other, fresh, history=stack.history(known))
     await one.run()
@@ -252,6 +258,58 @@ async def test_two_stages_of_two_ranks_over_two_holders(stack: Stack, long: Long
     await until_lent(stack, 1, *pools)
     await running
     assert_exact(one, long)
+    await stack.idle("decode", *pools)
+    await prefill_idle(prefill)
+
+
+@pytest.mark.parametrize(
+    ("stages", "tensor", "victim"),
+    [(2, 1, "nobody"), (4, 1, "nobody"), (2, 2, "nobody"), (2, 2, "stage"), (2, 2, "rank"), (2, 2, "holder")],
+)
+async def test_a_prompt_beyond_the_memory_of_stages_of_ranks(
+    stack: Stack, long: Long, stages: int, tensor: int, victim: str
+) -> None:
+    """All three together where a prompt is computed: prefill's processes have an eighth of it, and attend
+    over the rest at two holders, each a head group of two pools where stages have two ranks. One is killed
+    in the middle."""
+    heads = [(group, f"{part}/2") for group in "ab" for part in range(2)] if tensor > 1 else []
+    pools = [f"pool-{number}" for number in range(2 * tensor)]
+    lenders = await stack.lenders(*[550] * len(pools), process=True, heads=heads)
+    shape: dict[str, Any] = {
+        "tensor": tensor, "process": True, "engine": {"capacity_tokens": 2048}, "chunk_tokens": 512,
+    }  # fmt: skip
+    prefill = await stack.staged(stages, **shape)
+    decode = await stack.decode(
+        placement="offload", borrow_blocks=16, engine={"capacity_tokens": 2048}, lease_ms=2000,
+        attend_deadline_s=20.0,
+    )  # fmt: skip
+    one = asked(stack, long, prefill, decode)
+    running = asyncio.create_task(one.run())
+    if victim != "nobody":
+        await eventually(lambda: one.reserved is not None)
+        await asyncio.sleep(scaled(2))
+        assert not running.done()
+        number, rank = {"stage": (1, 0), "rank": (0, 1), "holder": (0, 0)}[victim]
+        member = number * tensor + rank
+        child = lenders[1] if victim == "holder" else stack.children[len(pools) + member - 1]
+        child.kill()
+        child.wait()
+        with pytest.raises(KVCommonsError):
+            await running
+        await stack.idle("decode", *(name for name in pools if victim != "holder" or name != "pool-1"))
+        await prefill_idle(prefill)
+        if victim == "holder":
+            stack.pool_process("pool-1", settings(stack.folder, capacity_tokens=550 * BLOCK), *heads[1])
+            await ready(partial(stack.inspect, "pool-1"))
+        else:
+            stack.stage(number, stages, rank=rank, **shape)
+        await stack.together(prefill)
+        one = asked(stack, long, prefill, decode)
+        running = asyncio.create_task(one.run())
+    await running
+    assert_exact(one, long)
+    assert one.reserved is not None
+    assert sum(place.blocks > 0 for place in one.reserved.placements) == 2
     await stack.idle("decode", *pools)
     await prefill_idle(prefill)
 
