@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcommons.engine.prompt import FirstToken, Prompt
-from kvcommons.errors import KVCommonsError, Unavailable
+from kvcommons.errors import Internal, KVCommonsError, Unavailable
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.prefill.push import Delivery, Pusher
 from kvcommons.prefill.targets import TargetTable, writes
@@ -47,7 +47,10 @@ class HandOver:
 
     def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
         first = max(blocks.start, self._first(prompt))
-        for write in writes(self.targets.now, first, blocks.stop - first):
+        placed = writes(self.targets.now, first, blocks.stop - first)
+        if self.targets.now and sum(write.count for write in placed) < blocks.stop - first:
+            raise Internal(f"blocks {first} … {blocks.stop - 1} of a prompt are computed, and have no place")
+        for write in placed:
             physical = prompt.blocks[write.first : write.first + write.count]
             self._pusher.write(self.delivery, layer, write, physical)
 

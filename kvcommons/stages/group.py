@@ -268,6 +268,9 @@ class StageGroup:
             return False
         groups = [iteration.groups[number] for number in iteration.going_on]
         changes, spans = self._planned(formed, groups)
+        if changes and self._tensor > 1:  # of meanwhile: the ranks beside this one hear of them, too
+            formed.send(changes)
+            changes = []
         iteration.left_s = time.monotonic()
         formed.outstanding.passed_on(iteration.left_s, iteration)
         formed.send(changes, spans, iteration)

@@ -165,7 +165,7 @@ async def test_over_one_to_four_holders_that_join(stack: Stack, long: Long, hold
 
 
 @pytest.mark.parametrize(
-    ("stages", "tensor", "memory"), [(1, 1, 2048), (2, 1, 2048), (2, 2, CAPACITY)], ids=str
+    ("stages", "tensor", "memory"), [(1, 1, 2048), (2, 1, 2048), (2, 1, CAPACITY), (2, 2, CAPACITY)], ids=str
 )
 async def test_with_history_from_the_store(
     stack: Stack, long: Long, stages: int, tensor: int, memory: int

@@ -6,15 +6,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
 from kvcommons.model.slices import State
+from kvcommons.pb import common_pb2
 from kvcommons.pb.kvstore_pb2_grpc import BlocksStub
+from kvcommons.prefill import joining
 from kvcommons.prefill.spread import SpreadRows
+from kvcommons.stages.group import StageGroup
+from kvcommons.stages.iteration import StageIteration
 from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, ready, settings, slow
 from tests.contract.engine_turns import Turn, prompt, turn
 from tests.contract.test_engine_reuse import stored
@@ -34,6 +40,9 @@ GROUPS = [("a", "0/2"), ("a", "1/2"), ("b", "0/2"), ("b", "1/2")]
 PARTS = tuple(f"pool-{number}" for number in range(4))
 
 
+GREEDY = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
+
+
 async def two_turns(engines: Stack, store: BlocksStub, prefill: Any, *decodes: tuple[str, Any]) -> Turn:
     """The second one, which finds the history of the first where that left it: at the same decode, or in the
     store."""
@@ -43,8 +52,12 @@ async def two_turns(engines: Stack, store: BlocksStub, prefill: Any, *decodes: t
     assert (await first.run()).tokens == expected[:ANSWER]
     known = tokens + expected[:ANSWER]
     assert await stored(engines, store, known[: FULL * BLOCK]) == FULL
-    second = turn(prefill, following, engines.model, known, ANSWER, history=engines.history(FULL))
+    second = turn(
+        prefill, following, engines.model, known, ANSWER, history=engines.history(FULL), sampling=GREEDY
+    )
     assert (await second.run()).tokens == expected[ANSWER:]
+    logprobs = engines.reference.logprobs(known, expected[ANSWER:])
+    assert [token.logprob for token in second.sampled] == pytest.approx(logprobs, abs=1e-4)
     await engines.idle(name, other)
     await prefill_idle(prefill)
     return second
@@ -84,17 +97,38 @@ async def test_a_second_turn_over_other_holders(engines: Stack, stages: int, kin
     await engines.idle(*POOLS)
 
 
-@pytest.mark.parametrize("memory", [SMALL, LARGE], ids=["spread", "whole"])
-@pytest.mark.parametrize("engines", ["qwen2-sliding"], indirect=True)
-async def test_holders_join_while_stages_compute(engines: Stack, memory: dict[str, Any]) -> None:
-    """The first stage asks for places, and the others hear where their layers go."""
+@pytest.mark.parametrize(
+    ("engines", "stages", "tensor", "memory"),
+    [("qwen2-sliding", 2, 1, SMALL), ("qwen2-sliding", 2, 1, LARGE), ("llama", 2, 2, LARGE)],
+    indirect=["engines"],
+    ids=["spread", "whole", "ranks"],
+)
+async def test_holders_join_while_stages_compute(
+    engines: Stack, stages: int, tensor: int, memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process asks for places, and all others hear where their layers and heads go: also of those
+    that come after the ranks beside the first have begun to compute."""
+    share, ask = StageGroup._share, joining.ask_places
+
+    def sharing(group: StageGroup, iteration: StageIteration, hidden: torch.Tensor) -> None:
+        share(group, iteration, hidden)
+        time.sleep(0.1)
+
+    def asking(*first: Any, **of: Any) -> Any:
+        time.sleep(0.05)
+        return ask(*first, **of)
+
+    monkeypatch.setattr(StageGroup, "_share", sharing)
+    monkeypatch.setattr(joining, "ask_places", asking)
     await engines.lenders(6, 6, 6)
-    prefill = await engines.staged(2, engine=memory)
+    prefill = await engines.staged(stages, tensor=tensor, engine=memory)
     grow: dict[str, Any] = {"placement": "grow", "holder_tokens": 5 * BLOCK, "borrow_blocks": 1}
     decode = await engines.decode(engine=SMALL, **grow)
     tokens, expected = engines.reference.prompt(PROMPT, ANSWER)
-    one = await turn(prefill, decode, engines.model, tokens, ANSWER).run()
+    one = await turn(prefill, decode, engines.model, tokens, ANSWER, sampling=GREEDY).run()
     assert one.tokens == expected
+    logprobs = engines.reference.logprobs(tokens, expected)
+    assert [token.logprob for token in one.sampled] == pytest.approx(logprobs, abs=1e-4)
     assert one.reserved is not None
     assert sum(place.blocks for place in one.reserved.placements) < PROMPT // BLOCK
     await engines.idle("decode", *POOLS)

@@ -16,341 +16,30 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvcommons.engine.prompt import NOT_HERE, FirstToken
-from kvcommons.engine.prompts import PromptSpan
-from kvcommons.engine.sequence import LocalRun
-from kvcommons.engine.token_rows import TokenRows
-from kvcommons.errors import CapacityExhausted, DataLoss, KVCommonsError, Loading, Unavailable
+from kvcommons.engine.prompt import NOT_HERE
+from kvcommons.errors import CapacityExhausted, KVCommonsError, Loading, Unavailable
 from kvcommons.model.tensor_rank import TensorRank
-from kvcommons.pb import common_pb2, prefill_pb2
+from kvcommons.pb import common_pb2
 from kvcommons.pb import data_pb2 as pb
-from kvcommons.prefill.push import Delivery
-from kvcommons.prefill.targets import TargetTable
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.stages.batches import next_batch
-from kvcommons.stages.epoch import EpochState, StageAddress
-from kvcommons.stages.group import StagedHandOver, StageGroup
-from kvcommons.transport.deadline import Deadline
+from kvcommons.stages.epoch import StageAddress
+from kvcommons.stages.group import StageGroup
+from tests.simulation.stage_processes import LOST, SimulatedEpoch, SimulatedStage
+from tests.simulation.stage_sequences import (
+    NOTHING,
+    Label,
+    SimulatedPrompt,
+    SimulatedRows,
+    SimulatedSequence,
+    SimulatedSpan,
+    following,
+)
 
 BLOCKS = 10
 EVENTS = 250
 LOSSES = 0.02  # of a sequence, in an iteration at a stage
 SPREAD = 0.3  # of prompts
-LOST = DataLoss("a holder has no more what it had of the sequence")
-Label = tuple[int, ...]
-NOTHING: Label = (-1,)  # what a block has of a sequence that was lost
-
-
-class SimulatedPrompt:
-    """One token a block. `told` takes the queueing time, then the result. The blocks of one that is `spread`
-    are in memory only until they are where they are attended over."""
-
-    block_tokens = 1
-
-    def __init__(self, world: StageSchedule, key: int, tokens: Label, *, spread: bool) -> None:
-        self.key, self.tokens, self.spread = key, tokens, spread
-        self.memory: Any = SimpleNamespace(keeps=not spread)
-        self.labels = [tokens[: index + 1] for index in range(len(tokens))]
-        self.ids = [bytes(label) for label in self.labels]
-        self.reported: list[int | FirstToken | KVCommonsError] = []
-        self.delivery = Delivery(Deadline.after(1e6), "")
-        asked = prefill_pb2.PrefillRequest()
-        targets = TargetTable(())
-        self.sink = StagedHandOver(world.group, asked, key, world.pusher, self.delivery, targets, self.tell)
-        self.blocks: list[int] = []
-        self.device_blocks = self.loaded_blocks = self.placed_blocks = self.save_from = self.computed = 0
-        self.leaving: int | None = None  # of a spread one: a block on its way from the first stage
-        self.world = world
-        self.ended = False
-
-    def tell(self, event: int | FirstToken | KVCommonsError) -> None:
-        self.reported.append(event)
-        if not isinstance(event, KVCommonsError):
-            for number in (*self.world.stage, *([0] if self.spread else [])):
-                for label in self.labels:
-                    if (number, self.key, label) not in self.world.arrived:
-                        raise AssertionError(f"a token, though stage {number} has not delivered {label}")
-
-
-class SimulatedSequence:
-    """It generates here, one token a block; its prompt's KV is written to each process by itself. A token
-    follows from those before it."""
-
-    def __init__(self, world: StageSchedule, key: int, prompt: Label, new: int) -> None:
-        self.key, self.prompt, self.new = key, prompt, new
-        self.tokens = list(prompt)
-        self.computed = len(prompt)
-        self.physical: list[int] = []
-        self.shared = 0
-        members = range(world.stages * world.tensor)
-        self.unwritten = {(number, index) for number in members for index in range(len(prompt))}
-        self.sampled = False  # its first token, by prefill
-        self.ended = False
-        self.results: list[str] = []
-
-    @property
-    def blocks(self) -> int:
-        return len(self.physical)
-
-    def local_blocks(self) -> list[int]:
-        return list(self.physical)
-
-    @property
-    def runs(self) -> list[LocalRun]:
-        return self.runs_from(0)
-
-    def runs_from(self, block: int) -> list[LocalRun]:
-        return [LocalRun(first_block=block, blocks=self.physical[block:])]
-
-    @property
-    def started(self) -> bool:
-        """Its prompt is everywhere, and its first token was heard."""
-        return len(self.tokens) > len(self.prompt)
-
-
-def following(tokens: Sequence[int]) -> int:
-    return (sum(tokens) + len(tokens)) % 2
-
-
-class SimulatedRows(TokenRows):
-    """A token of each of these; of those in `lost` something could not be attended over."""
-
-    def __init__(self, sequences: list[Any], lost: dict[int, KVCommonsError]) -> None:
-        self.batch: Any = SimpleNamespace(sequences=sequences)
-        self._lost = lost
-
-    @property
-    def lost(self) -> dict[int, KVCommonsError]:
-        return self._lost
-
-
-class SimulatedSpan(PromptSpan):
-    """The next block of a prompt."""
-
-    def __init__(self, prompt: Any, chunk: range) -> None:
-        self.prompt, self.chunk = prompt, chunk
-
-
-class SimulatedStage:
-    """One beside the first, or a rank of one: its memory, what it is sent, and copies of blocks on their way
-    to decode."""
-
-    def __init__(self, world: StageSchedule, number: int) -> None:
-        self.world, self.number = world, number
-        self.epoch: SimulatedEpoch | None = None
-        self.content: dict[int, Label] = {}
-        self.inbox: deque[pb.StagePlan] = deque()
-        self.held: dict[int, list[int]] = {}
-        self.windows: dict[int, dict[int, int]] = {}  # of spread prompts: blocks by their index
-        self.dropped: set[int] = set()  # spread prompts of which nothing more is computed
-        self.tokens: dict[int, list[int]] = {}  # of those held that generate
-        self.shared: dict[int, int] = {}  # leading blocks of them that nobody writes to
-        self.over: set[int] = set()  # held, ended by the first stage
-        self.done: set[int] = set()  # held, all of it computed
-        self.pushes: list[tuple[int, int, Label]] = []  # prompt, block, what it has to be
-        self.writes: list[tuple[int, int, int]] = []  # sequence, its block's index, and the block
-        self.report = pb.StageReport()
-
-    def die(self) -> None:
-        self.__init__(self.world, self.number)  # type: ignore[misc]
-
-    def leave(self) -> None:
-        """The epoch is over: nothing more is computed, what is on its way is on its way."""
-        self.epoch = None
-        self.inbox.clear()
-        self.held, self.over, self.done, self.report = {}, set(), set(), pb.StageReport()
-        self.tokens, self.shared, self.windows, self.dropped = {}, {}, {}, set()
-
-    def compute(self) -> None:
-        """The next plan, once what a spread prompt attends over has arrived."""
-        assert self.epoch is not None
-        world = self.world
-        if any(world.prompts[key].spread and key in self.pending for key in _prompts(self.inbox[0])):
-            return
-        plan = self.inbox.popleft()
-        stage, rank = divmod(self.number, world.tensor)
-        for beside in range(1, 1 if rank else world.tensor):
-            self.epoch.lines[self.number + beside].append(plan)
-        for change in plan.changes:
-            if change.HasField("begin"):
-                self.held[change.begin.sequence] = list(change.begin.blocks)
-                if change.begin.spread:
-                    self.windows[change.begin.sequence] = {}
-            elif change.HasField("reserve"):
-                reserve = change.reserve
-                self.held[reserve.sequence] = [block for run in reserve.runs for block in run.blocks]
-                self.tokens[reserve.sequence] = list(world.sequences[reserve.sequence].prompt)
-                self.shared[reserve.sequence] = reserve.shared_blocks
-            elif change.HasField("grow"):
-                self.held[change.grow.sequence] += [block for run in change.grow.runs for block in run.blocks]
-            elif change.HasField("end"):
-                self.over.add(change.end.sequence)
-        if self.drops(plan):
-            plan = pb.StagePlan(changes=plan.changes, iteration=plan.iteration)
-        for span in plan.spans:
-            if not span.tokens:
-                self.generate(span)
-                continue
-            if span.sequence in self.windows:
-                self.compute_window(span)
-                continue
-            prompt, blocks = world.prompts[span.sequence], self.held[span.sequence]
-            for index in range(span.first):
-                self.check(blocks[index], prompt.labels[index], "a chunk attends over")
-            self.content[blocks[span.first]] = prompt.labels[span.first]
-            first = 0 if span.first == prompt.device_blocks else span.first
-            self.pushes += [
-                (span.sequence, blocks[index], prompt.labels[index]) for index in range(first, span.first + 1)
-            ]
-            if span.first + 1 == len(prompt.labels):
-                self.done.add(span.sequence)
-        if rank:
-            return
-        if stage < world.stages - 1:
-            self.epoch.lines[self.number + world.tensor].append(plan)
-            return
-        self.report.iterations += plan.iteration
-        for span in plan.spans:
-            if not span.tokens:
-                token = common_pb2.SampledToken(token=following(self.tokens[span.sequence]))
-                if span.HasField("lost"):
-                    token = common_pb2.SampledToken(error=span.lost)
-            elif span.first + 1 == len(world.prompts[span.sequence].labels):
-                token = common_pb2.SampledToken(token=1, position=span.first + 1)
-            else:
-                continue
-            self.report.tokens.add(sequence=span.sequence, token=token)
-
-    def drops(self, plan: pb.StagePlan) -> bool:
-        """Whether nothing comes of a chunk of a spread prompt, for a holder is gone, nor of those behind
-        it."""
-        for span in plan.spans:
-            if span.sequence in self.windows and (self.world.loses() or span.sequence in self.dropped):
-                self.dropped.add(span.sequence)
-                self.windows[span.sequence][span.first] = span.blocks[0]
-                self.report.delivered.add(sequence=span.sequence, error=LOST.to_detail())
-                return True
-        return False
-
-    def compute_window(self, span: pb.StageSpan) -> None:
-        """The next block of a spread prompt, whose earlier ones are elsewhere."""
-        prompt, (block,) = self.world.prompts[span.sequence], span.blocks
-        for label in prompt.labels[: span.first]:
-            if (self.number, span.sequence, label) not in self.world.arrived:
-                raise AssertionError(f"stage {self.number}: a chunk attends over {label}, which is not there")
-        self.windows[span.sequence][span.first] = block
-        self.content[block] = prompt.labels[span.first]
-        self.pushes.append((span.sequence, block, prompt.labels[span.first]))
-        if span.first + 1 == len(prompt.labels):
-            self.done.add(span.sequence)
-
-    @property
-    def pending(self) -> list[int]:
-        """Prompts of which something is on its way."""
-        return [key for key, _, _ in self.pushes]
-
-    def generate(self, span: pb.StageSpan) -> None:
-        tokens, blocks = self.tokens[span.sequence], self.held[span.sequence]
-        if span.first != len(tokens):
-            raise AssertionError(f"token {span.first} came where {len(tokens)} was due")
-        for index in range(span.first):
-            self.check(blocks[index], tuple(tokens[: index + 1]), "a token attends over")
-        tokens.append(span.token)
-        if not span.HasField("lost") and self.world.loses():
-            span.lost.CopyFrom(LOST.to_detail())
-        self.content[blocks[span.first]] = NOTHING if span.HasField("lost") else tuple(tokens)
-
-    def begin_write(self, sequence: SimulatedSequence, index: int) -> None:
-        """Prefill sends a block; the stage takes it where it knows whose it is."""
-        if sequence.key in self.held and sequence.key not in self.over:
-            if index < self.shared[sequence.key]:
-                raise AssertionError("prefill writes to a block that others have")
-            self.writes.append((sequence.key, index, self.held[sequence.key][index]))
-
-    def end_write(self, at: int) -> None:
-        key, index, block = self.writes.pop(at)
-        sequence = self.world.sequences[key]
-        self.content[block] = sequence.prompt[: index + 1]
-        sequence.unwritten.discard((self.number, index))
-
-    def push(self, at: int) -> None:
-        """One copy arrives."""
-        key, block, label = self.pushes.pop(at)
-        self.check(block, label, "decode is sent")
-        self.world.arrived.add((self.number, key, label))
-
-    def look(self) -> None:
-        """What has ended is reported."""
-        pending = self.pending
-        using = {block for _, block, _ in self.pushes} | {block for _, _, block in self.writes}
-        for key, windows in self.windows.items():
-            for first in [first for first, block in windows.items() if block not in using]:
-                del windows[first]
-                self.report.windows.add(sequence=key, first=first)
-        for key, blocks in list(self.held.items()):
-            if key in self.done and key not in pending:
-                self.done.discard(key)
-                self.report.delivered.add(sequence=key)
-            if key in self.over and not using & {*blocks, *self.windows.get(key, {}).values()}:
-                del self.held[key]
-                self.windows.pop(key, None)
-                self.dropped.discard(key)
-                self.over.discard(key)
-                self.report.ended.append(key)
-
-    def check(self, block: int, label: Label, what: str) -> None:
-        if self.content.get(block) != label:
-            raise AssertionError(f"stage {self.number}: {what} {self.content.get(block)} as {label}")
-
-
-def _prompts(plan: pb.StagePlan) -> list[int]:
-    """Of which a plan has chunks."""
-    return [span.sequence for span in plan.spans if span.tokens]
-
-
-class SimulatedEpoch(EpochState):
-    """Its connections are queues."""
-
-    def __init__(self, world: StageSchedule, members: Sequence[StageAddress]) -> None:
-        super().__init__(world.draw.getrandbits(60), members, stages=world.stages)
-        self.world = world
-        self.lines: dict[int, deque[pb.StagePlan]] = {number: deque() for number in self.numbers}
-        self.open = True
-        self.heard = True  # the first process lives in which it began
-
-    def join(self, writer: str) -> None:
-        """Raises Unavailable where a stage still has something of the last epoch on its way."""
-        for number in self.numbers:
-            stage = self.world.stage[number]
-            if stage.epoch is not None:
-                stage.leave()
-            if stage.pushes or stage.writes:
-                raise Unavailable("blocks of the epoch before are still on their way")
-        for number in self.numbers:
-            self.world.stage[number].epoch = self
-
-    def follow(self) -> None:
-        pass
-
-    def send(
-        self, changes: Sequence[pb.StageChange], spans: Sequence[pb.StageSpan] = (), iteration: Any = None
-    ) -> None:
-        plan = pb.StagePlan(changes=changes, spans=spans, iteration=iteration is not None)
-        if self.open and self.world.stages > 1:
-            self.lines[self.world.tensor].append(plan)
-        if self.open and iteration is None:
-            self._beside(plan)
-
-    def share(self, spans: Sequence[pb.StageSpan], hidden: Any) -> None:
-        if self.open:
-            self._beside(pb.StagePlan(spans=spans))
-
-    def _beside(self, plan: pb.StagePlan) -> None:
-        for rank in range(1, self.world.tensor):
-            self.lines[rank].append(plan)
-
-    def close(self) -> None:
-        self.open = False
 
 
 class StageSchedule:
@@ -361,7 +50,7 @@ class StageSchedule:
         self.prompts: dict[int, SimulatedPrompt] = {}
         self.sequences: dict[int, SimulatedSequence] = {}
         self.arrived: set[tuple[int, int, Label]] = set()
-        self.pusher: Any = SimpleNamespace(write=lambda *args: None)
+        self.pusher: Any = SimpleNamespace(start_sequence=lambda *args: args[-1](None))
         self.stage = {number: SimulatedStage(self, number) for number in range(1, self.stages * self.tensor)}
         self.begin_first()
 
@@ -558,6 +247,7 @@ class StageSchedule:
                 if self.content.get(prompt.blocks[index]) != prompt.labels[index]:
                     raise AssertionError("the first stage attends over another block")
             self.content[prompt.blocks[at]] = prompt.labels[at]
+            prompt.join(at + self.draw.randrange(1, 3))
             spans.append(SimulatedSpan(prompt, range(at, at + 1)))
         if not spans:
             return
@@ -585,6 +275,7 @@ class StageSchedule:
         prompt.blocks = [NOT_HERE] * at + [block]
         prompt.delivery.begin()
         prompt.leaving, self.content[block] = block, prompt.labels[at]
+        prompt.join(at + self.draw.randrange(1, 3))
         self.pushes.append(prompt)
         self.iterate([SimulatedSpan(prompt, range(at, at + 1))])
         prompt.blocks = []
@@ -615,6 +306,9 @@ class StageSchedule:
         hidden: Any = None
         if self.group.shared is not None:
             self.group.shared(iteration, hidden)
+        for group in groups:
+            if isinstance(group, SimulatedSpan) and self.draw.random() < 0.5:
+                group.prompt.join(group.chunk.stop + 1)
         return self.group.pass_on(iteration)
 
     def admit(self, prompt: SimulatedPrompt) -> None:
