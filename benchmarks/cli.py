@@ -41,6 +41,7 @@ from benchmarks import (
     stages,
     store_cli,
     structured_outputs,
+    trade_off,
     transport,
 )
 from benchmarks.peers import cli as peers
@@ -130,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
     kv_parallel.add(commands, _add_outputs)
+    trade_off.add(commands, _add_outputs)
     partition.add(commands, _add_outputs)
     mini_batches.add(commands, _add_outputs)
     mixed_iterations.add(commands, _add_outputs)

@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         rounds=options.rounds,
     )
     with tempfile.TemporaryDirectory(prefix="kvc-") as name:
-        rows = asyncio.run(_measure(Path(name), setting, progress))
+        rows = asyncio.run(measure(Path(name), setting, progress))
     return Report(
         title=f"one layer of {_HEADS} heads of {_HEAD_DIM}, divided among holders by tokens; ms",
         ratios={
@@ -87,7 +87,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
     )
 
 
-async def _measure(folder: Path, setting: Setting, progress: Progress) -> list[Row]:
+async def measure(folder: Path, setting: Setting, progress: Progress) -> list[Row]:
     import torch
 
     from kvcommons.backend.choice import choose
