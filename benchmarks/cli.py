@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import (
+    agents,
     attention,
     attention_store_cli,
     beside_prompt,
@@ -126,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     speculation.add(commands, _add_outputs)
     peers.add(commands, _add_outputs)
     beside_prompt.add(commands, _add_outputs)
+    agents.add(commands, _add_outputs)
     stages.add(commands, _add_outputs)
     structured_outputs.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)

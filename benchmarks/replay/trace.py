@@ -23,6 +23,8 @@ class Job:
     tokens: int
     arrive_s: float
     start_s: float
+    answer_tokens: int = 0  # 0: the trace does not say
+    think_s: float = 0.0  # before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +76,23 @@ def _sessions(name: str, rows: Sequence[dict[str, Any]]) -> Trace:
     for row in rows:
         session = numbers.setdefault(row["session"], len(numbers)) << _SESSION_BITS
         run = tuple(_expand(session, row["hash_runs"]))
-        jobs.append(Job(run=run, tokens=row["input_length"], arrive_s=row["t"], start_s=row["t"]))
+        jobs.append(
+            Job(
+                run=run,
+                tokens=row["input_length"],
+                arrive_s=row["t"],
+                start_s=row["t"],
+                answer_tokens=row.get("output_length", 0),
+                think_s=row.get("think_time", 0.0),
+            )
+        )
     jobs.sort(key=lambda job: job.start_s)
     return Trace(name=name, jobs=jobs, block_tokens=int(rows[0]["block_tokens"]))
+
+
+def session_number(job: Job) -> int:
+    """Whose turn it is, in a trace of sessions."""
+    return job.run[0] >> _SESSION_BITS
 
 
 def _expand(session: int, runs: Iterable[Sequence[int]]) -> Iterator[int]:
