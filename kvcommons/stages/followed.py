@@ -363,7 +363,6 @@ class FollowedEpoch:
 
     def _begin(self, begin: pb.BeginPrompt) -> None:
         core, parts, asked = self._core, self._parts, begin.request
-        request = Request.of(asked.job, core.info)
         delivery = Delivery(Deadline.after(begin.deadline_ms / 1000), begin.traceparent)
         targets = TargetTable(asked.targets)
         # KV that another rank has as well, that one hands over.
@@ -372,13 +371,7 @@ class FollowedEpoch:
         if begin.spread:
             memory = SpreadPrompt(core, parts.keeper, self._spread_over, delivery, targets, core.block_tokens)
         prompt = Prompt(
-            sequence=Sequence(
-                key=begin.sequence,
-                request=request,
-                block_tokens=core.block_tokens,
-                chain=request.chain(core.info),
-                constraint=core.constraint(request),
-            ),
+            sequence=self._sequence(begin.sequence, asked.job),
             sink=HandOver(parts.pusher, delivery, handed_over, asked.push_from_block, lambda event: None),
             memory=memory,
             deadline_s=time.monotonic() + begin.deadline_ms / 1000,
@@ -392,15 +385,18 @@ class FollowedEpoch:
             self._held[begin.sequence] = held(prompt, delivery, targets)
         parts.prompts.save_found(prompt)
 
-    def _reserve(self, reserve: pb.ReserveSequence) -> None:
-        core, request = self._core, Request.of(reserve.job, self._core.info)
-        sequence = Sequence(
-            key=reserve.sequence,
+    def _sequence(self, key: int, job: common_pb2.Job) -> Sequence:
+        core, request = self._core, Request.of(job, self._core.info)
+        return Sequence(
+            key=key,
             request=request,
             block_tokens=core.block_tokens,
             chain=request.chain(core.info),
             constraint=core.constraint(request),
         )
+
+    def _reserve(self, reserve: pb.ReserveSequence) -> None:
+        sequence = self._sequence(reserve.sequence, reserve.job)
         runs = self._holders.runs(reserve.runs, 0)
         held = HeldSequence(sequence, runs, shared_blocks=reserve.shared_blocks)
         with self._changed:

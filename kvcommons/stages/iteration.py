@@ -56,20 +56,22 @@ class StageIteration(Iteration):
 
     def _agree_on_lost(self, group: TokenRows) -> None:
         """What one rank could not attend over none has summed up right."""
-        core, lost = self._core, torch.zeros(len(group.batch.sequences))
+        lost = torch.zeros(len(group.batch.sequences))
         lost[list(group.lost)] = 1
-        total = core.backend.device.fetch(core.model.summed(core.backend.device.upload(lost)))
-        for row in total.nonzero().flatten().tolist():
+        for row in self._over_ranks(lost).nonzero().flatten().tolist():
             group.lost.setdefault(row, DataLoss("another rank of this stage could not attend over its KV"))
 
     def _agree_on_failure(self, number: int) -> None:
         """Of a chunk of a spread prompt, which is alone in its iteration."""
-        device = self._core.backend.device
-        failed = torch.full((1,), float(number in self.failures))
-        if device.fetch(self._core.model.summed(device.upload(failed))).any():
+        if self._over_ranks(torch.full((1,), float(number in self.failures))).any():
             lost = Unavailable("another rank of this stage could not attend over the prompt's blocks")
             self.failures.setdefault(number, lost)
             self.going_on, self.leaving = [], None
+
+    def _over_ranks(self, values: Tensor) -> Tensor:
+        """Their sums over all ranks of the stage, in host memory as they are."""
+        device = self._core.backend.device
+        return device.fetch(self._core.model.summed(device.upload(values)))
 
     def _begin(self, positions: Tensor) -> State:
         if self._entering is None and self._entered is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -221,3 +222,24 @@ async def started_in_order(turns: Sequence[Turn]) -> list[asyncio.Task[Turn]]:
         while one.reserved is None:
             await asyncio.sleep(0.005)
     return tasks
+
+
+async def whole_beside_a_kill(
+    turns: Sequence[Turn], expected: Sequence[Sequence[int]], child: subprocess.Popen[bytes], after_s: float
+) -> int:
+    """How many of them have all of their tokens, where this process is killed so long after they began. Each
+    other one has the leading ones, up to a clear error."""
+    running = [asyncio.create_task(one.run()) for one in turns]
+    await asyncio.sleep(after_s)
+    child.kill()
+    child.wait()
+    results = await asyncio.gather(*running, return_exceptions=True)
+    whole = 0
+    for one, result, tokens in zip(turns, results, expected, strict=True):
+        assert one.tokens == tokens[: len(one.tokens)]
+        if isinstance(result, BaseException):
+            assert isinstance(result, KVCommonsError), result
+        else:
+            assert one.tokens == tokens
+            whole += 1
+    return whole

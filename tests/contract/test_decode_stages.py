@@ -12,14 +12,14 @@ import pytest
 
 from kvcommons.config import DataPlane
 from kvcommons.engine.iteration_costs import IterationCosts, IterationWork
-from kvcommons.errors import CapacityExhausted, InvalidInput, KVCommonsError, Loading, Unavailable
+from kvcommons.errors import CapacityExhausted, InvalidInput, Loading, Unavailable
 from kvcommons.pb import common_pb2, ledger_pb2
 from kvcommons.rpc.directory import Directory
 from kvcommons.stages.settings import StageSettings
 from services.decode.config import DecodeConfig
 from services.decode.stage import load_stage
 from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, prefill_idle, settings, slow
-from tests.contract.engine_turns import Turn, prompt, turn
+from tests.contract.engine_turns import Turn, prompt, turn, whole_beside_a_kill
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_truncation import Session, stays_in_use
 from tests.contract.truncation_reference import TruncatedReference
@@ -286,20 +286,12 @@ async def test_kills_under_load(engines: Stack, stages: int, tensor: int) -> Non
     exact = refused = 0
     for _ in range(30):
         turns = [turn(prefill, decode, engines.model, tokens, 60) for tokens, _ in known]
-        running = [asyncio.create_task(one.run()) for one in turns]
-        await asyncio.sleep(draw.random() * 1.2 * calm_s)  # some come to their end before
+        after_s = draw.random() * 1.2 * calm_s  # some come to their end before
         number = draw.randrange(1, members)
-        children[number].kill()
-        children[number].wait()
-        made = await asyncio.gather(*running, return_exceptions=True)
-        for one, result, (_, expected) in zip(turns, made, known, strict=True):
-            assert one.tokens == expected[: len(one.tokens)]
-            if isinstance(result, BaseException):
-                assert isinstance(result, KVCommonsError), result
-                refused += 1
-            else:
-                assert one.tokens == expected
-                exact += 1
+        whole = await whole_beside_a_kill(
+            turns, [expected for _, expected in known], children[number], after_s
+        )
+        exact, refused = exact + whole, refused + len(turns) - whole
         await engines.idle("decode")
         await prefill_idle(prefill)
         stage, rank = divmod(number, tensor)

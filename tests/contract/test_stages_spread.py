@@ -22,18 +22,14 @@ from kvcommons.prefill.spread import SpreadRows
 from kvcommons.stages.group import StageGroup
 from kvcommons.stages.iteration import StageIteration
 from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, ready, settings, slow
-from tests.contract.engine_turns import Turn, prompt, turn
-from tests.contract.test_engine_reuse import stored
+from tests.contract.engine_turns import Turn, prompt, turn, whole_beside_a_kill
+from tests.contract.test_engine_spread import ANSWER, FULL, LARGE, PROMPT, SMALL, first_turn
 from tests.contract.test_engine_stages import under_way
 from tests.contract.test_stages_borrowing import lent
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
 
-PROMPT, ANSWER = 250, 30
-FULL = (PROMPT + ANSWER - 1) // BLOCK
-SMALL = {"capacity_tokens": 6 * BLOCK}
-LARGE = {"capacity_tokens": 40 * BLOCK}
 OFFLOAD: dict[str, Any] = {"placement": "offload", "borrow_blocks": 2}
 POOLS = ("pool-0", "pool-1", "pool-2")
 GROUPS = [("a", "0/2"), ("a", "1/2"), ("b", "0/2"), ("b", "1/2")]
@@ -46,17 +42,11 @@ GREEDY = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
 async def two_turns(engines: Stack, store: BlocksStub, prefill: Any, *decodes: tuple[str, Any]) -> Turn:
     """The second one, which finds the history of the first where that left it: at the same decode, or in the
     store."""
-    tokens, expected = engines.reference.prompt(PROMPT, 2 * ANSWER)
-    (name, decode), (other, following) = decodes[0], decodes[-1]
-    first = turn(prefill, decode, engines.model, tokens, ANSWER, history=engines.history(0))
-    assert (await first.run()).tokens == expected[:ANSWER]
-    known = tokens + expected[:ANSWER]
-    assert await stored(engines, store, known[: FULL * BLOCK]) == FULL
-    second = turn(
-        prefill, following, engines.model, known, ANSWER, history=engines.history(FULL), sampling=GREEDY
-    )
-    assert (await second.run()).tokens == expected[ANSWER:]
-    logprobs = engines.reference.logprobs(known, expected[ANSWER:])
+    (name, decode), (other, last) = decodes[0], decodes[-1]
+    known, following = await first_turn(engines, store, prefill, decode)
+    second = turn(prefill, last, engines.model, known, ANSWER, history=engines.history(FULL), sampling=GREEDY)
+    assert (await second.run()).tokens == following
+    logprobs = engines.reference.logprobs(known, following)
     assert [token.logprob for token in second.sampled] == pytest.approx(logprobs, abs=1e-4)
     await engines.idle(name, other)
     await prefill_idle(prefill)
@@ -274,21 +264,11 @@ async def test_kills_under_load(engines: Stack, stages: int, tensor: int, placed
     exact = refused = 0
     for _ in range(30):
         made = turns()
-        running = [asyncio.create_task(one.run()) for one in made]
-        await asyncio.sleep(draw.random() * 1.2 * calm_s)  # some come to their end before
+        after_s = draw.random() * 1.2 * calm_s  # some come to their end before
         victim = draw.choice([*pools, *members])
         child = pools[victim] if isinstance(victim, str) else members[victim]
-        child.kill()
-        child.wait()
-        results = await asyncio.gather(*running, return_exceptions=True)
-        for one, result, (_, expected) in zip(made, results, known, strict=True):
-            assert one.tokens == expected[: len(one.tokens)]
-            if isinstance(result, BaseException):
-                assert isinstance(result, KVCommonsError), result
-                refused += 1
-            else:
-                assert one.tokens == expected
-                exact += 1
+        whole = await whole_beside_a_kill(made, [expected for _, expected in known], child, after_s)
+        exact, refused = exact + whole, refused + len(made) - whole
         await engines.idle("decode", *(name for name in pools if name != victim))
         await prefill_idle(prefill)
         if isinstance(victim, str):
