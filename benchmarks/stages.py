@@ -19,7 +19,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,6 @@ from devstack.running import RunningStack
 if TYPE_CHECKING:
     from kvcommons.engine.core import Core
     from kvcommons.engine.predictor import Predictor
-    from kvcommons.model.spec import ModelSpec
     from kvcommons.pb import data_pb2
     from kvcommons.transport.server import Exchange
 
@@ -221,7 +219,7 @@ def _measured(
         ranges = LayerTimes.estimate(spec, rows=options.chunk, sampled=1, context=options.prompt // 2).divide(
             options.stages
         )
-        cores = [load_core(settings, partial(_these, layers)) for layers in ranges]
+        cores = [load_core(settings, layers) for layers in ranges]
         staged_s = _processor_seconds(cores, chunks, options.rounds, progress)
         pipeline_s = pipeline_seconds(staged_s, send_s)
         ratios[f"efficiency of {options.stages} stages, replayed"] = one_s / (options.stages * pipeline_s)
@@ -242,10 +240,6 @@ def _measured(
             for chunk, (seconds,) in zip(chunks, alone_s, strict=True):
                 predictor.learn(IterationWork.of_chunk(chunk), seconds)
         _simulate(options, predictor, spec.layers, send_s, ratios, rows)
-
-
-def _these(layers: range, spec: ModelSpec) -> range:
-    return layers
 
 
 def _processor_seconds(

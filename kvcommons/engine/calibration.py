@@ -3,9 +3,6 @@ section 4.2)."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,20 +20,17 @@ from kvcommons.engine.executor import Composer
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.kept import Kept
 from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, Sequence
 from kvcommons.engine.settings import EngineSettings
-from kvcommons.files import write_whole
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.model.sampling import SamplingParams, SamplingRow
 from kvcommons.model.slices import State
 from kvcommons.rblock.identity import SALT_BYTES
 
-log = logging.getLogger(__name__)
-
-_VERSION = 1  # of the file
 _ROOM_TOKENS = 2048  # of context, at most: their memory becomes resident
 _CONTEXT_TOKENS = 512  # of each sequence that generates
 _BATCHES = (1, 8)
@@ -135,75 +129,56 @@ class Calibration:
                 yield Iteration(self._core, [UnsentChunk(self._core, range(tokens), blocks)])
             last = self._chunks[-1]
             for sequences in self._batches:
-                batch = self._composer.batch(None, self._sequences(sequences, blocks))
+                batch = self._composer.batch(None, unsent_sequences(self._core, sequences, blocks))
                 yield self._composer.iteration(batch)
             late = UnsentChunk(self._core, range(self._tokens_free - last, self._tokens_free), blocks)
             yield Iteration(self._core, [late])
 
-    def _sequences(self, count: int, blocks: list[int]) -> list[Sequence]:
-        """Each in blocks of its own, as far as there are so many: KV is not read twice."""
-        size = self._core.block_tokens
-        each = max(min(_CONTEXT_TOKENS // size, len(blocks)), 1)
-        made = []
-        for number in range(count):
-            first = number * each % (len(blocks) - each + 1)
-            request = Request(
-                request_id="calibration", session_id="", tenant="", salt=bytes(SALT_BYTES),
-                tokens=(0,) * (each * size), prompt_tokens=each * size, sampling=SamplingParams(),
-                store_control="", store_data="", matched_blocks=0, no_reuse=True,
-            )  # fmt: skip
-            sequence = Sequence(
-                key=number, request=request, block_tokens=size, chain=request.chain(self._core.info)
-            )
-            sequence.append_run(LocalRun(first_block=0, blocks=blocks[first : first + each]))
-            sequence.computed = each * size - 1
-            made.append(sequence)
-        return made
+
+def unsent_sequences(core: Core, count: int, blocks: list[int]) -> list[Sequence]:
+    """So many that generate, and that nobody sent, each in blocks of its own, as far as there are so many:
+    KV is not read twice."""
+    size = core.block_tokens
+    each = max(min(_CONTEXT_TOKENS // size, len(blocks)), 1)
+    made = []
+    for number in range(count):
+        first = number * each % (len(blocks) - each + 1)
+        request = Request(
+            request_id="calibration", session_id="", tenant="", salt=bytes(SALT_BYTES),
+            tokens=(0,) * (each * size), prompt_tokens=each * size, sampling=SamplingParams(),
+            store_control="", store_data="", matched_blocks=0, no_reuse=True,
+        )  # fmt: skip
+        sequence = Sequence(key=number, request=request, block_tokens=size, chain=request.chain(core.info))
+        sequence.append_run(LocalRun(first_block=0, blocks=blocks[first : first + each]))
+        sequence.computed = each * size - 1
+        made.append(sequence)
+    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptPredictor:
-    """A file with what a predictor has learnt, and of what: another machine, model, number of threads,
-    version of the compiled kernels or form of the weights makes it worthless."""
+    """A file with what a predictor has learnt: another machine, model, number of threads, version of the
+    compiled kernels or form of the weights makes it worthless."""
 
-    path: Path
-    fingerprint: str
+    kept: Kept
 
     @classmethod
     def of(cls, settings: EngineSettings, core: Core) -> KeptPredictor:
         model = f"{core.info.fingerprint.hex()} {core.layers}"
         products = core.backend.operators.multiplies
-        facts = (model, processor(), settings.device, str(settings.threads), kernels_version(), products)
-        return cls(
-            path=Path(settings.predictor_file),
-            fingerprint=hashlib.blake2b("\n".join(facts).encode()).hexdigest(),
-        )
+        return cls(kept=Kept.of(settings.predictor_file, model, *machine_facts(settings), products))
 
     def read(self) -> Predictor | None:
         """None where there is none, or none of this machine and model."""
-        if self.path == Path():
-            return None
-        try:
-            kept = json.loads(self.path.read_bytes())
-            if kept["version"] != _VERSION or kept["fingerprint"] != self.fingerprint:
-                return None
-            return Predictor.of(kept["learnt"])
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("what iterations take is measured anew, for %s: %s", self.path, error)
-            return None
+        return self.kept.read(Predictor.of)
 
     def write(self, predictor: Predictor) -> None:
-        """A disk that refuses costs a calibration at the next start, nothing else."""
-        if self.path == Path():
-            return
-        kept = {"version": _VERSION, "fingerprint": self.fingerprint, "learnt": predictor.learnt()}
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, json.dumps(kept).encode())
-        except OSError as error:
-            log.warning("what iterations take is not kept in %s: %s", self.path, error)
+        self.kept.write(predictor.learnt())
+
+
+def machine_facts(settings: EngineSettings) -> tuple[str, ...]:
+    """On which what was measured depends, whatever the model."""
+    return processor(), settings.device, str(settings.threads), kernels_version()
 
 
 def calibrated(

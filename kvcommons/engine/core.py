@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -97,7 +96,7 @@ class Core:
 
 def load_core(
     settings: EngineSettings,
-    layers: Callable[[ModelSpec], range] | None = None,
+    layers: range | None = None,
     rank: TensorRank = ALONE,
     sum_ranks: Sum | None = None,
 ) -> Core:
@@ -115,7 +114,7 @@ def load_core(
 
 def _load(
     settings: EngineSettings,
-    layers: Callable[[ModelSpec], range] | None,
+    layers: range | None,
     rank: TensorRank,
     sum_ranks: Sum | None,
 ) -> Core:
@@ -125,7 +124,7 @@ def _load(
     spec = ModelSpec.read(folder)
     rank.check(spec)
     backend = choose(settings.device, _products(settings, spec))
-    own = range(spec.layers) if layers is None else layers(spec)
+    own = range(spec.layers) if layers is None else layers
     identity = fingerprint(folder, spec, settings.dtype, settings.block_tokens)
     name = settings.model_name or (folder.name if settings.model == str(folder) else settings.model)
     info = model_info(name, spec, identity, settings.dtype, settings.block_tokens)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from kvcommons.errors import InvalidInput
 from kvcommons.model.spec import ModelSpec
+
+UNEVEN = 0.05  # of the slowest stage's time: what another division has to save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +40,23 @@ class LayerTimes:
             head=float(sampled * spec.vocab_size * spec.hidden),
         )
 
-    @classmethod
-    def measured(cls, ranges: Sequence[range], seconds: Sequence[float]) -> LayerTimes:
-        """From what each stage of a division took: its layers alike, what lies before and after them
-        included."""
-        return cls(
+    def corrected(self, ranges: Sequence[range], seconds: Sequence[float]) -> LayerTimes:
+        """By what each stage of a division took in some iterations: all that a stage has took as much more or
+        less than it was said to. The same where the stages took nothing."""
+        expected = [self.of(layers) for layers in ranges]
+        if not sum(seconds):
+            return self
+        all_of_them = sum(expected) / sum(seconds)
+        longer = [took / due * all_of_them for took, due in zip(seconds, expected, strict=True)]
+        return replace(
+            self,
             layers=tuple(
-                took / len(layers) for layers, took in zip(ranges, seconds, strict=True) for _ in layers
-            )
+                self.layers[layer] * times
+                for layers, times in zip(ranges, longer, strict=True)
+                for layer in layers
+            ),
+            embedding=self.embedding * longer[0],
+            head=self.head * longer[-1],
         )
 
     def of(self, layers: range) -> float:
@@ -62,6 +73,21 @@ class LayerTimes:
         slowest, _ = self._best(stages, math.inf, max)
         _, borders = self._best(stages, slowest * (1 + 1e-9), lambda others, mine: others + mine * mine)
         return ranges_between(borders)
+
+    def division(self, stages: int, standing: Sequence[int] = ()) -> tuple[range, ...]:
+        """As `divide`; the `standing` one, so many layers for each stage, where it is one and the slowest
+        stage would not take less by UNEVEN: stages that are loaded need not be again."""
+        best = self.divide(stages)
+        if len(standing) != stages or sum(standing) != len(self.layers):
+            return best
+        known = ranges_of(standing, len(self.layers))
+        return best if self.gain(known, best) > UNEVEN else known
+
+    def gain(self, ranges: Sequence[range], better: Sequence[range]) -> float:
+        """How much less the slowest stage takes in the second division: a share of what it takes in the
+        first."""
+        slowest = max(map(self.of, ranges))
+        return 1 - max(map(self.of, better)) / slowest if slowest else 0.0
 
     def _best(
         self, stages: int, limit: float, join: Callable[[float, float], float]
@@ -110,16 +136,6 @@ def ranges_of(counts: Sequence[int], layers: int) -> tuple[range, ...]:
             param="stage_layers",
         )
     return ranges_between([0, *accumulate(counts)])
-
-
-def better_division(ranges: Sequence[range], seconds: Sequence[float]) -> tuple[list[int], float]:
-    """Layers of each stage by which the slowest would take less, from what the stages of this division took,
-    and how much less: a share, 0 where there is none."""
-    times = LayerTimes.measured(ranges, seconds)
-    better = times.divide(len(ranges))
-    slowest = max(seconds)
-    gain = 1 - max(map(times.of, better)) / slowest if slowest else 0.0
-    return [len(layers) for layers in better], max(gain, 0.0)
 
 
 def ranges_between(borders: Sequence[int]) -> tuple[range, ...]:

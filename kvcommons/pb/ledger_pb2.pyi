@@ -73,7 +73,7 @@ class Instance(_message.Message):
 
     @_builtins.property
     def stage(self) -> Global___StagePart:
-        """of a prefill_stage or decode_stage"""
+        """of one of several processes that are one prefill or decode"""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ Global___HeadPart: _TypeAlias = HeadPart  # noqa: Y015
 
 @_typing.final
 class StagePart(_message.Message):
-    """Pipeline stage `number` of the replica `group`, and the layers that it has."""
+    """Pipeline stage `number` of the replica `group`, and the layers that it has: none until it knows them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -142,6 +142,7 @@ class StagePart(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    DIVISION_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     number: _builtins.int
     """0 is the first"""
@@ -152,6 +153,10 @@ class StagePart(_message.Message):
     """of its stage; 0 is the first"""
     ranks: _builtins.int
     """of each stage"""
+    @_builtins.property
+    def division(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """layers of each stage: the first one decides, and the others have its division"""
+
     def __init__(
         self,
         *,
@@ -162,10 +167,11 @@ class StagePart(_message.Message):
         layers: _builtins.int = ...,
         rank: _builtins.int = ...,
         ranks: _builtins.int = ...,
+        division: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "group", b"group", "layers", b"layers", "number", b"number", "rank", b"rank", "ranks", b"ranks", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["division", b"division", "first_layer", b"first_layer", "group", b"group", "layers", b"layers", "number", b"number", "rank", b"rank", "ranks", b"ranks", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

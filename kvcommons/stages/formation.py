@@ -13,6 +13,7 @@ from kvcommons.errors import KVCommonsError
 from kvcommons.model.tensor_rank import ALONE, TensorRank
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.rpc.directory import Directory
+from kvcommons.stages.division import LayerDivision
 from kvcommons.stages.epoch import StageAddress
 from kvcommons.stages.group import StageGroup
 
@@ -24,14 +25,17 @@ AGAIN_S = 0.5  # after an attempt that failed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShare:
-    """Which stage of which group a process is, and which rank of it, and the layers of all stages. The
-    settings say it, to each process alike."""
+    """Which stage of which group a process is, and which rank of it, and the layers of all stages."""
 
     service: str  # "prefill" or "decode"
     group: str
     number: int
-    ranges: tuple[range, ...]
+    division: LayerDivision
     rank: TensorRank = ALONE
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        return self.division.ranges
 
     @property
     def alone(self) -> bool:
@@ -51,6 +55,7 @@ class StageShare:
             layers=len(self.layers),
             rank=self.rank.number,
             ranks=self.rank.ranks,
+            division=map(len, self.ranges),
         )
 
 
@@ -67,7 +72,13 @@ def members(
     for member in range(1, len(share.ranges) * tensor):
         number, rank = divmod(member, tensor)
         layers, who = share.ranges[number], f"stage {number}" + (f", rank {rank}," if tensor > 1 else "")
-        there = [one for one in known.get((number, rank), []) if one.load.ready]
+        started = known.get((number, rank), [])
+        there = [one for one in started if one.load.ready]
+        if not there and any(one.stage.stages != len(share.ranges) for one in started):
+            return [], (
+                f"{who} of group {share.group!r} is started as one of {started[0].stage.stages} stages, and "
+                f"{len(share.ranges)} are due: start all with the same stages"
+            )
         if not there:
             return [], f"{who} of group {share.group!r} is not there, or not ready: start it"
         if len(there) > 1:

@@ -27,7 +27,6 @@ from kvcommons.engine.sequence import LocalRun
 from kvcommons.engine.sequence import Sequence as Generating
 from kvcommons.engine.token_rows import TokenRows
 from kvcommons.errors import DataLoss, DeadlineExceeded, KVCommonsError, Loading, Unavailable, from_detail
-from kvcommons.model.layer_ranges import better_division
 from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import common_pb2, prefill_pb2
 from kvcommons.pb import data_pb2 as pb
@@ -38,6 +37,7 @@ from kvcommons.rblock.heads import transfers
 from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.stages.attending import run_message
 from kvcommons.stages.connected import ConnectedEpoch
+from kvcommons.stages.division import LayerDivision
 from kvcommons.stages.epoch import EpochState, StageAddress
 from kvcommons.stages.history import StagedLoad
 from kvcommons.stages.iteration import StageIteration
@@ -48,7 +48,6 @@ from kvcommons.transport.deadline import Deadline
 log = logging.getLogger(__name__)
 
 MEASURED_ITERATIONS = 256  # by which stages are compared
-UNEVEN = 0.05  # of the slowest stage's time: what another division has to save
 
 
 class Landing(Protocol):
@@ -109,7 +108,7 @@ class StageGroup:
     def __init__(
         self,
         core: Core,
-        ranges: Sequence[range],
+        division: LayerDivision,
         *,
         metrics: StageMetrics,
         saver: BlockSaver,
@@ -121,11 +120,12 @@ class StageGroup:
         dialer: Dialer = UNSECURED,
         epochs: Epochs | None = None,
     ) -> None:
-        """`ranges`: layers of all stages. `iteration_s`: what one takes through all stages, at most. `ranks`:
-        where a stage has several, those of the first stage. `changed` is called, on any thread, when an epoch
-        has begun or ended. `epochs` makes them; None: over the data plane."""
+        """`division` hears once an epoch what each stage took. `iteration_s`: what an iteration takes through
+        all stages, at most. `ranks`: where a stage has several, those of the first stage. `changed` is
+        called, on any thread, when an epoch has begun or ended. `epochs` makes them; None: over the data
+        plane."""
         self.core = core
-        self._ranges = ranges
+        self._division = division
         self._metrics = metrics
         self._saver = saver
         self._condemner = condemner
@@ -161,7 +161,7 @@ class StageGroup:
 
     @property
     def stages(self) -> int:
-        return len(self._ranges)
+        return len(self._division.ranges)
 
     @property
     def formed(self) -> bool:
@@ -187,7 +187,7 @@ class StageGroup:
         placed = [first, *others]
         for member, one in enumerate(placed):
             stage, rank = divmod(member, self._tensor)
-            layers = self._ranges[stage]
+            layers = self._division.ranges[stage]
             one.first_layer, one.layers = layers.start, len(layers)
             part = TensorRank(number=rank, ranks=self._tensor).kv_part(self.core.info.kv_heads)
             if part is not None:
@@ -215,7 +215,8 @@ class StageGroup:
         self._epoch = formed
         formed.follow()
         log.info(
-            "the stages are together", extra={"epoch": f"{formed.number:x}", "stages": len(self._ranges)}
+            "the stages are together",
+            extra={"epoch": f"{formed.number:x}", "stages": len(self._division.ranges)},
         )
         self._changed()
 
@@ -432,7 +433,7 @@ class StageGroup:
         self._took(formed, stage, report.busy_us / 1e6)
         formed.iterations += report.iterations
         if formed.iterations >= MEASURED_ITERATIONS > formed.iterations - report.iterations:
-            self._compare(formed)
+            self._division.measured(formed.busy_s)
         for load in report.loads:
             known = formed.loads.get(load.load)
             if known is not None and not known.awaits_others:
@@ -461,17 +462,6 @@ class StageGroup:
         if not rank:
             formed.busy_s[stage] += seconds
         self._metrics.busy(stage, rank, seconds)
-
-    def _compare(self, formed: EpochState) -> None:
-        """Says once an epoch where another division would be better, by what was measured in it."""
-        counts, gain = better_division(self._ranges, formed.busy_s)
-        if gain > UNEVEN:
-            log.info(
-                "the stages are uneven: stage_layers = %s would let the slowest take %.0f%% less",
-                counts,
-                100 * gain,
-                extra={"busy_s": [round(seconds, 3) for seconds in formed.busy_s]},
-            )
 
     def lost(self, formed: EpochState, error: KVCommonsError) -> None:
         """A stage is gone, or what came of it was wrong."""

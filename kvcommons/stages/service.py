@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from kvcommons.backend.choice import choose
 from kvcommons.blockstore.loader import BlockLoader
@@ -16,20 +17,25 @@ from kvcommons.engine.core import Core, load_core
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.settings import EngineSettings
-from kvcommons.model.spec import ModelSpec
+from kvcommons.errors import InvalidInput, Unavailable
+from kvcommons.model.spec import ModelSpec, resolve_folder
 from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import ledger_pb2
 from kvcommons.rpc.dialer import UNSECURED, Dialer
-from kvcommons.rpc.directory import Heartbeat
+from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process
+from kvcommons.stages.division import LayerDivision, first_stages_division
 from kvcommons.stages.follower import Follower
 from kvcommons.stages.formation import StageShare
+from kvcommons.stages.layer_timing import StageWork
 from kvcommons.stages.ranks import RankGroup
 from kvcommons.stages.settings import StageSettings
 from kvcommons.telemetry.metrics import LoadMetrics
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
 from kvcommons.transport.server import DataServer
+
+T = TypeVar("T")
 
 STOP_S = 1.0  # for threads to end, once nothing is under way
 LOOK_S = 0.05  # between looks whether what is under way has ended
@@ -97,7 +103,9 @@ class StageParts:
 
 async def serve_stage(
     process: Process,
-    load: Callable[[], tuple[StageShare, Core, RankGroup | None]],
+    engine: EngineSettings,
+    shape: StageSettings,
+    share_from: Callable[[Sequence[int]], StageShare],
     *,
     node: Node,
     ledger: tuple[str, ...],
@@ -107,9 +115,11 @@ async def serve_stage(
     push_deadline_s: float,
     attend_deadline_s: float,
 ) -> None:
-    """Is there for the first stage once its layers are loaded, which `load` does; at a signal to stop, waits
-    a bounded time for what is under way. `push_deadline_s`: of one write, of prompts that are handed over;
-    `attend_deadline_s`: what a layer of sequences that generate waits for other holders."""
+    """Is there for the first stage once its layers are loaded, which `share_from` names, given how many each
+    stage has; at a signal to stop, waits a bounded time for what is under way. `push_deadline_s`: of one
+    write, of prompts that are handed over; `attend_deadline_s`: what a layer of sequences that generate waits
+    for other holders. Raises Unavailable, for the process to be started again, once the first stage has
+    divided the layers otherwise."""
     server = process.server(node)
     await server.start()
     started_ms = int(time.time() * 1000)
@@ -123,6 +133,13 @@ async def serve_stage(
             control_address=node.advertise_control or server.address,
             host=process.host,
             started_ms=started_ms,
+            stage=ledger_pb2.StagePart(
+                group=shape.stage_group,
+                number=shape.stage,
+                stages=shape.stages,
+                rank=shape.rank,
+                ranks=shape.tensor,
+            ),
         )
         if share is not None and parts is not None:
             core = parts.follower.core
@@ -136,14 +153,23 @@ async def serve_stage(
         return instance
 
     heartbeat = Heartbeat(ledger, describe, process.dialer())
+    directory = Directory(ledger, process.instance_id, process.dialer())
     heartbeat.start()
+    directory.start()
+    division: Sequence[int] | None = shape.said_layers
+    anew: Sequence[int] | None = None
     try:
-        loaded, core, ranks = await asyncio.to_thread(load)
-        share = loaded
+        if follows := division is None:
+            waits = first_stages_division(directory, process.service, shape)
+            division = await _unless_stopped(process, waits)
+        if division is None:
+            return
+        share = share_from(division)
+        core, ranks = await asyncio.to_thread(load_share, engine, share, process.dialer())
         parts = StageParts(
             core,
             process,
-            number=loaded.number,
+            number=share.number,
             ranks=ranks,
             data_listen=data_listen,
             save_buffer_bytes=save_buffer_bytes,
@@ -152,46 +178,68 @@ async def serve_stage(
         )
         await server.set_ready(True)
         heartbeat.beat_now()
-        await process.stop.wait()
+        if follows:
+            waits = first_stages_division(directory, process.service, shape, but=division)
+            anew = await _unless_stopped(process, waits)
+        else:
+            await process.stop.wait()
         heartbeat.beat_now()
         until = time.monotonic() + node.drain_s / 2
         while parts.follower.sequences and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
     finally:
+        await directory.stop()
         await heartbeat.stop()
         await server.drain(STOP_S / 2)
         if parts is not None:
             await parts.close()
+    if anew is not None:
+        raise Unavailable(
+            f"the first stage of group {shape.stage_group!r} has divided the layers anew, {list(anew)}: this "
+            f"stage ends, to load its own of them"
+        )
+
+
+async def _unless_stopped(process: Process, work: Coroutine[Any, Any, T]) -> T | None:
+    """What it returns; None where the process is to stop before."""
+    stopped, working = asyncio.create_task(process.stop.wait()), asyncio.create_task(work)
+    try:
+        await asyncio.wait({stopped, working}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        stopped.cancel()
+        working.cancel()
+
+
+def share_of(
+    engine: EngineSettings, shape: StageSettings, service: str, work: StageWork, others: Sequence[int]
+) -> StageShare:
+    """Which layers, and which heads of them, the process of these settings has. `others`: layers of each
+    stage, as others of its group have them; the first stage decides, and the others have these. Raises
+    InvalidInput for more stages than layers, and ranks that do not divide the heads."""
+    spec = ModelSpec.read(resolve_folder(engine.model))
+    rank = TensorRank(number=shape.rank, ranks=shape.tensor)
+    rank.check(spec)
+    if not shape.follows:
+        division = LayerDivision.of(engine, shape, spec, work, others)
+    elif sum(counts := others or (spec.layers,)) == spec.layers:
+        division = LayerDivision.said(counts, spec.layers)
+    else:
+        raise InvalidInput(
+            f"the stages of group {shape.stage_group!r} divide {sum(counts)} layers, and {engine.model!r} "
+            f"has {spec.layers}: start all stages with one model",
+            param="model",
+        )
+    return StageShare(
+        service=service, group=shape.stage_group, number=shape.stage, division=division, rank=rank
+    )
 
 
 def load_share(
-    engine: EngineSettings,
-    shape: StageSettings,
-    service: str,
-    *,
-    rows: int,
-    sampled: int,
-    dialer: Dialer = UNSECURED,
-) -> tuple[StageShare, Core, RankGroup | None]:
-    """The layers of the stage that the settings name, as StageSettings.ranges divides them, and the rank's
-    heads of them; with which others it sums up, where there are any. Raises InvalidInput for more stages than
-    layers, and ranks that do not divide the heads."""
-    found: list[StageShare] = []
-    rank = TensorRank(number=shape.rank, ranks=shape.tensor)
+    engine: EngineSettings, share: StageShare, dialer: Dialer = UNSECURED
+) -> tuple[Core, RankGroup | None]:
+    """The layers and heads of it; with which others it sums up, where there are any."""
     ranks: RankGroup | None = None
-    if shape.tensor > 1:
-        ranks = RankGroup(rank, choose(engine.device).device, dialer)
-
-    def layers(spec: ModelSpec) -> range:
-        share = StageShare(
-            service=service,
-            group=shape.stage_group,
-            number=shape.stage,
-            ranges=shape.ranges(spec, rows=rows, sampled=sampled),
-            rank=rank,
-        )
-        found.append(share)
-        return share.layers
-
-    core = load_core(engine, layers, rank, None if ranks is None else ranks.sum)
-    return found[0], core, ranks
+    if share.rank.ranks > 1:
+        ranks = RankGroup(share.rank, choose(engine.device).device, dialer)
+    return load_core(engine, share.layers, share.rank, None if ranks is None else ranks.sum), ranks

@@ -7,9 +7,6 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt
 
-from kvcommons.model.layer_ranges import LayerTimes, ranges_of
-from kvcommons.model.spec import ModelSpec
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSettings:
@@ -18,7 +15,7 @@ class StageSettings:
     stages: Annotated[int, Ge(1)] = 1  # processes that are one instance, each with a range of the layers
     stage: Annotated[int, Ge(0)] = 0  # which of them this one is; the first, 0, takes requests
     stage_group: str = "stages"  # of an instance's stages, by which they find each other
-    stage_layers: tuple[int, ...] = ()  # of each stage; default: by what they are expected to take
+    stage_layers: tuple[int, ...] = ()  # of each stage; default: by what each layer takes, measured
     stage_deadline_s: Annotated[float, Gt(0)] = 120.0  # of an iteration, through all; then one is lost
     tensor: Annotated[int, Ge(1)] = 1  # processes of each stage, each with a share of heads and MLP columns
     rank: Annotated[int, Ge(0)] = 0  # which of its stage's this one is
@@ -44,11 +41,8 @@ class StageSettings:
         """Whether another process of the instance takes the requests."""
         return self.stage + self.rank > 0
 
-    def ranges(self, spec: ModelSpec, *, rows: int, sampled: int) -> tuple[range, ...]:
-        """Layers of all stages, as LayerTimes.estimate has it for iterations of so many rows: what it goes by
-        is in the settings and in the model, which all stages have. Raises InvalidInput for more stages than
-        layers."""
-        if self.stage_layers:
-            return ranges_of(self.stage_layers, spec.layers)
-        times = LayerTimes.estimate(spec, rows=rows, sampled=sampled, context=spec.context_window // 2)
-        return times.divide(self.stages)
+    @property
+    def said_layers(self) -> tuple[int, ...] | None:
+        """Of each stage, as far as the settings say it; () where there is one. None: the first stage says
+        it."""
+        return self.stage_layers or (() if self.stages == 1 else None)

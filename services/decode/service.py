@@ -41,11 +41,13 @@ from kvcommons.prefill.service import PrefillService
 from kvcommons.rblock.layout import Layout
 from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process
+from kvcommons.stages.division import standing_division
 from kvcommons.stages.formation import Formation, StageShare
 from kvcommons.stages.group import StageGroup
 from kvcommons.stages.history import StagedHistories
 from kvcommons.stages.metrics import StageMetrics
 from kvcommons.stages.ranks import RankGroup
+from kvcommons.stages.service import load_share
 from kvcommons.telemetry.metrics import LoadMetrics
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
@@ -66,7 +68,7 @@ from services.decode.moving.evacuation import Evacuation
 from services.decode.moving.mover import Homecoming, Mover
 from services.decode.server import DecodeService
 from services.decode.settlement.participant import DebtorService, SettlementParticipant
-from services.decode.stage import load_stage, serve_decode_stage
+from services.decode.stage import serve_decode_stage, stage_share
 from services.decode.staggering.rotation import Rotation
 
 log = logging.getLogger(__name__)
@@ -109,7 +111,7 @@ class DecodeParts:
         if staged:
             self.group = StageGroup(
                 core,
-                share.ranges,
+                share.division,
                 metrics=stage_metrics,
                 saver=self.saver,
                 condemner=self.condemner,
@@ -405,6 +407,7 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, prefill)
     await server.start()
     started_ms = int(time.time() * 1000)
+    share: StageShare | None = None
     parts: DecodeParts | None = None
 
     def registered(service: str, instance_id: str) -> ledger_pb2.Instance:
@@ -418,6 +421,8 @@ async def serve(config: DecodeConfig, process: Process) -> None:
 
     def describe() -> ledger_pb2.Instance:
         instance = registered("decode", process.instance_id)
+        if share is not None and not share.alone:
+            instance.stage.CopyFrom(share.message())
         if parts is not None:
             instance.data_address = parts.data_address
             instance.model.CopyFrom(parts.core.info)
@@ -450,8 +455,15 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         heartbeats.append(Heartbeat(config.ledger, describe_prefill, process.dialer()))
     for heartbeat in heartbeats:
         heartbeat.start()
+    if config.shape.members > 1:
+        directory.start()
     try:
-        share, core, ranks = await asyncio.to_thread(load_stage, config, process.dialer())
+        others: tuple[int, ...] = ()
+        if config.shape.said_layers is None:
+            others = await standing_division(directory, "decode", config.shape)
+        share = await asyncio.to_thread(stage_share, config, others)
+        heartbeats[0].beat_now()  # the other stages load theirs meanwhile
+        core, ranks = await asyncio.to_thread(load_share, config.engine, share, process.dialer())
         predictor, kept = await asyncio.to_thread(
             calibrated,
             core,
@@ -471,7 +483,6 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         parts = DecodeParts(config, core, predictor, process, lending, prefill_metrics, share, ranks, changed)
         parts.start()
         if parts.group is not None:
-            directory.start()
             formation = Formation(parts.group, share, core.info.fingerprint, directory)
             formation.start()
         service.open(core, parts.arrivals, parts.condemner)

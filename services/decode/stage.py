@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from kvcommons.engine.core import Core
-from kvcommons.rpc.dialer import UNSECURED, Dialer
+from collections.abc import Sequence
+from functools import partial
+
 from kvcommons.rpc.process import Process
 from kvcommons.stages.formation import StageShare
-from kvcommons.stages.ranks import RankGroup
-from kvcommons.stages.service import load_share, serve_stage
+from kvcommons.stages.layer_timing import StageWork
+from kvcommons.stages.service import serve_stage, share_of
 from services.decode.config import DecodeConfig
 
 
-def load_stage(config: DecodeConfig, dialer: Dialer = UNSECURED) -> tuple[StageShare, Core, RankGroup | None]:
-    """Of a batch all rows meet the head. Raises InvalidInput for more stages than layers."""
-    rows = config.max_batch
-    return load_share(config.engine, config.shape, "decode", rows=rows, sampled=rows, dialer=dialer)
+def stage_share(config: DecodeConfig, others: Sequence[int] = ()) -> StageShare:
+    """`others`: layers of each stage, as others of its group have them. Raises InvalidInput for more stages
+    than layers."""
+    work = StageWork(rows=config.max_batch, generates=True)
+    return share_of(config.engine, config.shape, "decode", work, others)
 
 
 async def serve_decode_stage(config: DecodeConfig, process: Process) -> None:
     await serve_stage(
         process,
-        lambda: load_stage(config, process.dialer()),
+        config.engine,
+        config.shape,
+        partial(stage_share, config),
         node=config.node,
         ledger=config.ledger,
         data_listen=config.data_plane.data_listen,

@@ -30,17 +30,19 @@ from kvcommons.prefill.role import PrefillRole
 from kvcommons.prefill.service import PrefillService
 from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process
+from kvcommons.stages.division import standing_division
 from kvcommons.stages.executor import Pipelined
 from kvcommons.stages.formation import Formation, StageShare
 from kvcommons.stages.group import StageGroup
 from kvcommons.stages.history import StagedHistories
 from kvcommons.stages.metrics import StageMetrics
 from kvcommons.stages.ranks import RankGroup
+from kvcommons.stages.service import load_share
 from kvcommons.telemetry.metrics import LoadMetrics
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
 from services.prefill.config import PrefillConfig
-from services.prefill.stage import load_stage, serve_prefill_stage
+from services.prefill.stage import serve_prefill_stage, stage_share
 
 STOP_S = 1.0  # for threads to end, once nothing is under way
 
@@ -76,7 +78,7 @@ class PrefillParts:
         if not share.alone:
             self.group = StageGroup(
                 core,
-                share.ranges,
+                share.division,
                 metrics=stage_metrics,
                 saver=self.saver,
                 condemner=self.condemner,
@@ -167,18 +169,21 @@ async def serve(config: PrefillConfig, process: Process) -> None:
     server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, service)
     await server.start()
     started_ms = int(time.time() * 1000)
+    share: StageShare | None = None
+    parts: PrefillParts | None = None
 
     def describe() -> ledger_pb2.Instance:
-        return service.describe(
-            ledger_pb2.Instance(
-                id=process.instance_id,
-                service="prefill",
-                control_address=config.node.advertise_control or server.address,
-                host=process.host,
-                started_ms=started_ms,
-            ),
-            ready=server.ready and not process.stop.is_set() and (parts is not None and parts.together),
+        instance = ledger_pb2.Instance(
+            id=process.instance_id,
+            service="prefill",
+            control_address=config.node.advertise_control or server.address,
+            host=process.host,
+            started_ms=started_ms,
         )
+        if share is not None and not share.alone:
+            instance.stage.CopyFrom(share.message())
+        together = parts is not None and parts.together
+        return service.describe(instance, ready=server.ready and not process.stop.is_set() and together)
 
     def changed() -> None:
         with suppress(RuntimeError):  # the loop is closed: the process is ending
@@ -192,11 +197,17 @@ async def serve(config: PrefillConfig, process: Process) -> None:
     loop = asyncio.get_running_loop()
     heartbeat = Heartbeat(config.ledger, describe, process.dialer())
     directory = Directory(config.ledger, process.instance_id, process.dialer())
-    parts: PrefillParts | None = None
     formation: Formation | None = None
     heartbeat.start()
+    if config.shape.members > 1:
+        directory.start()
     try:
-        share, core, ranks = await asyncio.to_thread(load_stage, config, process.dialer())
+        others: tuple[int, ...] = ()
+        if config.shape.said_layers is None:
+            others = await standing_division(directory, "prefill", config.shape)
+        share = await asyncio.to_thread(stage_share, config, others)
+        heartbeat.beat_now()  # the other stages load theirs meanwhile
+        core, ranks = await asyncio.to_thread(load_share, config.engine, share, process.dialer())
         predictor, kept = await asyncio.to_thread(
             calibrated,
             core,
@@ -207,7 +218,6 @@ async def serve(config: PrefillConfig, process: Process) -> None:
         )
         parts = PrefillParts(config, core, share, ranks, predictor, process, changed)
         if parts.group is not None:
-            directory.start()
             formation = Formation(parts.group, share, core.info.fingerprint, directory)
             formation.start()
         service.open(parts.role.intake)

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from kvcommons.engine.core import Core
-from kvcommons.rpc.dialer import UNSECURED, Dialer
+from collections.abc import Sequence
+from functools import partial
+
 from kvcommons.rpc.process import Process
 from kvcommons.stages.formation import StageShare
-from kvcommons.stages.ranks import RankGroup
-from kvcommons.stages.service import load_share, serve_stage
+from kvcommons.stages.layer_timing import StageWork
+from kvcommons.stages.service import serve_stage, share_of
 from services.prefill.config import PrefillConfig
 
 
-def load_stage(
-    config: PrefillConfig, dialer: Dialer = UNSECURED
-) -> tuple[StageShare, Core, RankGroup | None]:
-    """Of a prompt's chunk one row at most meets the head. Raises InvalidInput for more stages than
-    layers."""
-    return load_share(
-        config.engine, config.shape, "prefill", rows=config.chunk_tokens, sampled=1, dialer=dialer
-    )
+def stage_share(config: PrefillConfig, others: Sequence[int] = ()) -> StageShare:
+    """`others`: layers of each stage, as others of its group have them. Raises InvalidInput for more stages
+    than layers."""
+    work = StageWork(rows=config.chunk_tokens, generates=False)
+    return share_of(config.engine, config.shape, "prefill", work, others)
 
 
 async def serve_prefill_stage(config: PrefillConfig, process: Process) -> None:
     assert config.data_listen is not None, "the settings were checked"
     await serve_stage(
         process,
-        lambda: load_stage(config, process.dialer()),
+        config.engine,
+        config.shape,
+        partial(stage_share, config),
         node=config.node,
         ledger=config.ledger,
         data_listen=config.data_listen,

@@ -17,7 +17,7 @@ from kvcommons.pb import common_pb2, ledger_pb2
 from kvcommons.rpc.directory import Directory
 from kvcommons.stages.settings import StageSettings
 from services.decode.config import DecodeConfig
-from services.decode.stage import load_stage
+from services.decode.stage import stage_share
 from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, prefill_idle, settings, slow
 from tests.contract.engine_turns import Turn, prompt, turn, whole_beside_a_kill
 from tests.contract.test_engine_reuse import stored
@@ -316,7 +316,7 @@ async def test_kills_under_load(engines: Stack, stages: int, tensor: int) -> Non
 )
 async def test_what_cannot_be_divided_is_refused(engines: Stack, shape: dict[str, int], named: str) -> None:
     with pytest.raises(InvalidInput, match=named):
-        load_stage(decode_config(engines, shape=StageSettings(**shape)))
+        stage_share(decode_config(engines, shape=StageSettings(**shape)))
 
 
 @pytest.mark.parametrize("shape", [{"stages": 2}, {"tensor": 2}])

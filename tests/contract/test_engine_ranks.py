@@ -11,7 +11,7 @@ import pytest
 from kvcommons.errors import InvalidInput, Loading, Unavailable
 from kvcommons.stages.settings import StageSettings
 from services.prefill.config import PrefillConfig
-from services.prefill.stage import load_stage
+from services.prefill.stage import stage_share
 from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, settings, shape_of, slow
 from tests.contract.engine_turns import compute, prefill_request, turn
 from tests.contract.test_engine_reuse import stored
@@ -128,7 +128,7 @@ async def test_what_cannot_be_divided_is_refused_before_anything_starts(engines:
         shape=StageSettings(tensor=3),
     )
     with pytest.raises(InvalidInput, match=r"tensor = 3 does not divide 4 query heads, .* over 1, 2, 4$"):
-        load_stage(config)
+        stage_share(config)
     for wrong, named in (
         ({"tensor": 2, "rank": 2}, "rank = 2 of tensor = 2"),
         ({"tensor": 2, "rank": 1}, "set data_listen"),

@@ -20,7 +20,7 @@ from kvcommons.pb import prefill_pb2 as pb
 from kvcommons.stages.group import StagedHandOver, StageGroup
 from kvcommons.stages.settings import StageSettings
 from services.prefill.config import PrefillConfig
-from services.prefill.stage import load_stage
+from services.prefill.stage import stage_share
 from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, ready, scale_calls, settings
 from tests.contract.engine_turns import compute, prefill_request, prompt, turn
 from tests.contract.test_engine_reuse import stored
@@ -358,7 +358,7 @@ async def test_more_stages_than_layers_are_refused(engines: Stack) -> None:
         shape=StageSettings(stages=4),
     )
     with pytest.raises(InvalidInput, match="stages = 4, and the model has 3 layers"):
-        load_stage(config)
+        stage_share(config)
 
 
 async def test_a_prompt_beyond_the_stages_memory_is_refused(engines: Stack) -> None:

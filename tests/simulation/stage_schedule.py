@@ -23,6 +23,7 @@ from kvcommons.pb import common_pb2
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.stages.batches import next_batch
+from kvcommons.stages.division import LayerDivision
 from kvcommons.stages.epoch import StageAddress
 from kvcommons.stages.group import StageGroup
 from tests.simulation.stage_processes import LOST, SimulatedEpoch, SimulatedStage
@@ -67,10 +68,11 @@ class StageSchedule:
         core: Any = SimpleNamespace(allocator=self.allocator)
         ignored: Any = SimpleNamespace(busy=lambda *args: None, writer="", control_of=lambda address: "")
         ranks: Any = SimpleNamespace(rank=TensorRank(ranks=self.tensor))
-        ranges = [range(number, number + 1) for number in range(self.stages)]
+        division = LayerDivision.said((1,) * self.stages, self.stages)
         self.group = StageGroup(
-            core, ranges, metrics=ignored, saver=ignored, condemner=ignored, iteration_s=1e6, instance_id="p",
-            changed=lambda: None, ranks=ranks, epochs=lambda group, members: SimulatedEpoch(self, members),
+            core, division, metrics=ignored, saver=ignored, condemner=ignored, iteration_s=1e6,
+            instance_id="p", changed=lambda: None, ranks=ranks,
+            epochs=lambda group, members: SimulatedEpoch(self, members),
         )  # fmt: skip
         engine: Any = SimpleNamespace(post=self.posted.append, fail=self.fail, fail_all=self.fail_all)
         self.group.attach(engine)

@@ -74,7 +74,8 @@ def test_what_was_learnt_is_there_at_the_next_start(tmp_path: Path) -> None:
 def test_another_machine_or_model_has_to_be_measured(tmp_path: Path) -> None:
     kept(tmp_path).write(calibrated())
     assert kept(tmp_path, replace(SETTINGS, threads=2)).read() is None
-    assert replace(kept(tmp_path), fingerprint="of another model").read() is None
+    file = kept(tmp_path)
+    assert replace(file, kept=replace(file.kept, fingerprint="of another model")).read() is None
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,8 @@ def test_another_machine_or_model_has_to_be_measured(tmp_path: Path) -> None:
 def test_a_damaged_file_is_measured_anew(tmp_path: Path, damage, caplog) -> None:  # type: ignore[no-untyped-def]
     file = kept(tmp_path)
     file.write(calibrated())
-    file.path.write_text(damage(file.path.read_text()))
+    path = file.kept.path
+    path.write_text(damage(path.read_text()))
     assert file.read() is None
     assert "measured anew" in caplog.text
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcommons.backend.memory import BlockMemory
 from kvcommons.errors import InvalidInput
-from kvcommons.model.layer_ranges import LayerTimes, better_division, ranges_between, ranges_of
+from kvcommons.model.layer_ranges import LayerTimes, ranges_between, ranges_of
 from kvcommons.model.slices import Model, State
 from kvcommons.model.spec import ModelSpec
 from kvcommons.model.synthetic import random_config
@@ -178,12 +178,30 @@ def test_layers_may_be_named() -> None:
 
 
 def test_what_stages_took_says_how_to_divide_better() -> None:
-    uneven = [range(4), range(4, 8), range(8, 12), range(12, 16)]
-    counts, gain = better_division(uneven, [4.0, 4.0, 4.0, 8.0])
-    assert (sum(counts), counts[3]) == (16, 3)
-    assert gain == pytest.approx(1 - 6 / 8)
-    assert better_division(uneven, [4.0, 4.0, 4.0, 4.1])[1] == 0.0
-    assert better_division(uneven, [0.0] * 4)[1] == 0.0
+    uneven, alike = [range(4), range(4, 8), range(8, 12), range(12, 16)], LayerTimes(layers=(1.0,) * 16)
+    times = alike.corrected(uneven, [4.0, 4.0, 4.0, 8.0])
+    better = times.divide(4)
+    assert [len(layers) for layers in better][3] == 3
+    assert times.gain(uneven, better) == pytest.approx(1 - 6 / 8)
+    assert [times.of(layers) for layers in uneven] == pytest.approx([3.2, 3.2, 3.2, 6.4])
+    nearly = alike.corrected(uneven, [4.0, 4.0, 4.0, 4.1])
+    assert nearly.gain(uneven, nearly.divide(4)) == pytest.approx(0.0)
+    assert alike.corrected(uneven, [0.0] * 4) == alike
+
+
+def test_a_correction_has_the_embedding_and_the_head_with_it() -> None:
+    times = LayerTimes(layers=(1.0,) * 4, embedding=1.0, head=2.0)
+    corrected = times.corrected([range(2), range(2, 4)], [3.0, 8.0])
+    assert corrected.of(range(2)) / corrected.of(range(2, 4)) == pytest.approx(3 / 8)
+    assert corrected.head / times.head == pytest.approx(corrected.layers[3] / times.layers[3])
+
+
+def test_what_stands_stays_where_another_division_is_hardly_better() -> None:
+    times = LayerTimes(layers=(1.0,) * 30, head=0.2)
+    assert [len(one) for one in times.division(4, (8, 7, 8, 7))] == [8, 7, 8, 7]
+    assert times.division(4, (9, 7, 7, 7)) == times.divide(4)
+    for other in ((15, 15), (8, 7, 7, 7), ()):
+        assert times.division(4, other) == times.divide(4)
 
 
 def test_of_a_prompts_last_layer_little_is_needed() -> None:

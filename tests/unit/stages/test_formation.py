@@ -10,11 +10,12 @@ import pytest
 from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import common_pb2
 from kvcommons.pb import ledger_pb2 as pb
+from kvcommons.stages.division import LayerDivision
 from kvcommons.stages.epoch import StageAddress
 from kvcommons.stages.formation import StageShare, members
 
 MODEL = b"m" * 32
-SHARE = StageShare(service="prefill", group="prefill", number=0, ranges=(range(4), range(4, 7), range(7, 10)))
+SHARE = StageShare(service="prefill", group="prefill", number=0, division=LayerDivision.said((4, 3, 3), 10))
 
 
 def stage(number: int, **changes: Any) -> pb.Instance:
@@ -43,7 +44,7 @@ def test_stages_are_found_in_order_whoever_else_is_there() -> None:
 
 def test_ranks_of_stages_are_members_one_after_another() -> None:
     share = StageShare(
-        service="prefill", group="prefill", number=0, ranges=SHARE.ranges, rank=TensorRank(ranks=2)
+        service="prefill", group="prefill", number=0, division=SHARE.division, rank=TensorRank(ranks=2)
     )
     assert not share.alone
     instances = [
@@ -73,6 +74,7 @@ def test_of_two_at_one_address_the_later_lives() -> None:
         ([stage(1)], "stage 2 of group 'prefill' is not there"),
         ([stage(1), stage(2, load=pb.Load())], "stage 2 of group 'prefill' is not there, or not ready"),
         ([stage(1), stage(1, id="b", data_address="unix:/b"), stage(2)], r"stage 1 more than once \(b, s1\)"),
+        ([stage(1, stages=2, layers=0, load=pb.Load())], "is started as one of 2 stages, and 3 are due"),
         ([stage(1, layers=2), stage(2)], "has layers 4 … 5 of 3 stages, and 4 … 6 of 3 are due"),
         ([stage(1, stages=2), stage(2)], "of 2 stages, and 4 … 6 of 3 are due"),
         ([stage(1), stage(2, model=common_pb2.ModelInfo(fingerprint=b"o"))], "has another model"),

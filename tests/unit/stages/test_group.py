@@ -14,6 +14,7 @@ import pytest
 
 from kvcommons.errors import Loading, Unavailable
 from kvcommons.pb import data_pb2 as pb
+from kvcommons.stages.division import LayerDivision
 from kvcommons.stages.epoch import StageAddress
 from kvcommons.stages.group import StageGroup
 from kvcommons.transport.server import DataServer, Exchange
@@ -40,8 +41,8 @@ def test_a_stage_that_cannot_be_reached_leaves_the_others_free(socket_folder: Pa
     server.start()
     unused: Any = SimpleNamespace()
     group = StageGroup(
-        tiny_core(layers=3), [range(1)] * 3, metrics=unused, saver=unused, condemner=unused, iteration_s=1.0,
-        instance_id="p", changed=lambda: None,
+        tiny_core(layers=3), LayerDivision.said((1, 1, 1), 3), metrics=unused, saver=unused, condemner=unused,
+        iteration_s=1.0, instance_id="p", changed=lambda: None,
     )  # fmt: skip
     members = [
         StageAddress(number=1, data_address=server.address),
