@@ -19,6 +19,7 @@ from benchmarks import (
     chunk_attention,
     cores,
     first_token,
+    fixed_time_cli,
     gpu,
     kv_parallel,
     live_hits,
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
     kv_parallel.add(commands, _add_outputs)
+    fixed_time_cli.add(commands, _add_outputs)
     trade_off.add(commands, _add_outputs)
     partition.add(commands, _add_outputs)
     mini_batches.add(commands, _add_outputs)

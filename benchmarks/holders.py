@@ -151,7 +151,9 @@ def fill_with(
             holder.write_blocks(ref, layer, first, content(layer, some), Deadline.after(CALL_S))
 
 
-def decoded(core: Core, key: int, tokens: int, end: int, runs: Sequence[Run]) -> DecodedSequence:
+def decoded(
+    core: Core, key: int, tokens: int, end: int, runs: Sequence[Run], *, no_reuse: bool = True
+) -> DecodedSequence:
     """A sequence of so many tokens with their KV in `runs`, which generates until it has `end`."""
     from kvcommons.engine.request import Request
     from kvcommons.engine.sequence import Sequence
@@ -164,7 +166,7 @@ def decoded(core: Core, key: int, tokens: int, end: int, runs: Sequence[Run]) ->
         request_id=f"bench-{key}", session_id="", tenant="bench", salt=salt, tokens=(1,) * tokens,
         prompt_tokens=tokens, max_position=end,
         sampling=SamplingParams.of(common_pb2.Sampling(temperature=0.0, top_p=1.0)),
-        stop_token_ids=frozenset(), store_control="", store_data="", matched_blocks=0, no_reuse=True,
+        stop_token_ids=frozenset(), store_control="", store_data="", matched_blocks=0, no_reuse=no_reuse,
     )  # fmt: skip
     chain = IdentityChain(salt, core.info.fingerprint, core.block_tokens)
     sequence = Sequence(key=key, request=request, block_tokens=core.block_tokens, chain=chain)
