@@ -319,7 +319,8 @@ def _decode(core: Core, blocks: tuple[int, ...]) -> None:
     tokens = [1] * (length + STEPS)
     with torch.inference_mode():
         for position in range(length, length + STEPS):
-            logits(core, ChunkRows(core, tokens, range(position, position + 1), [*blocks, *more]), [0])
+            table = torch.tensor([*blocks, *more])
+            logits(core, ChunkRows(core, tokens, range(position, position + 1), table), [0])
     core.allocator.release(more)
 
 

@@ -82,7 +82,7 @@ class Runner:
             while context.done_tokens < len(context.tokens):
                 end = min(context.done_tokens + CHUNK_TOKENS, len(context.tokens))
                 rows = range(context.done_tokens, end)
-                chunk = ChunkRows(core, context.tokens, rows, context.blocks, truncated)
+                chunk = ChunkRows(core, context.tokens, rows, torch.tensor(context.blocks), truncated)
                 found.append(logits(core, chunk, range(len(rows))))
                 context.done_tokens = end
             return torch.cat(found)[-len(tokens) :]

@@ -155,8 +155,9 @@ class Batch:
         ]
         size = self.block_tokens
         widest = max((run.count for _, run, _ in parts), default=1)
-        padded = [run.blocks + [0] * (widest - run.count) for _, run, _ in parts]
-        self.tables = self._longs(padded).reshape(len(parts), widest)
+        self.tables = torch.zeros((len(parts), widest), dtype=torch.long)
+        for part, (_, run, _) in enumerate(parts):
+            self.tables[part, : run.count] = torch.frombuffer(run.table(), dtype=torch.long)
         self.first_keys = self._longs([run.first_block * size for _, run, _ in parts])
         self.lengths = self._longs(
             [
@@ -349,5 +350,5 @@ class Batch:
             whole=all_rows == list(range(len(self.sequences))),
         )
 
-    def _longs(self, values: list[int] | list[list[int]]) -> Tensor:
+    def _longs(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long)

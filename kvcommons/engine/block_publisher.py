@@ -53,7 +53,7 @@ class BlockPublisher:
             return
         known = allocator.match([identity])
         if known:
-            run.blocks[inside] = known[0]
+            run.replace(inside, known[0])
             allocator.release([block])
 
     def _save(self, sequence: Sequence, run: Run, inside: int, index: int) -> None:

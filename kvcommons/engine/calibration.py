@@ -43,7 +43,7 @@ class UnsentChunk:
     """`Rows` of a prompt that nobody sent: a chunk of it that is not its last, whose KV goes nowhere else."""
 
     def __init__(self, core: Core, positions: range, blocks: list[int]) -> None:
-        self._rows = ChunkRows(core, (0,) * positions.stop, positions, blocks)
+        self._rows = ChunkRows(core, (0,) * positions.stop, positions, torch.tensor(blocks))
         self.work = IterationWork.of_chunk(positions)
 
     @property

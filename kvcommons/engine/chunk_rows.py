@@ -14,24 +14,27 @@ from kvcommons.model.slices import State
 
 
 class ChunkRows:
-    """Rows at `positions` of one sequence whose KV lies in `blocks` (physical, in order)."""
+    """Rows at `positions` of one sequence. `table` LongTensor, in host memory, has the physical blocks that
+    its KV lies in, from its `first_block` on."""
 
     def __init__(
         self,
         core: Core,
         tokens: Sequence[int],
         positions: range,
-        blocks: Sequence[int],
+        table: Tensor,
         truncated: Truncated = WHOLE,
+        *,
+        first_block: int = 0,
     ) -> None:
         """Behind a truncation, `positions` lie after its head."""
         self._core = core
         self._length = positions.stop
         self._places = positions
         size = core.block_tokens
-        self._table = torch.tensor(blocks[: -(-positions.stop // size)], dtype=torch.long)
+        self._table, self._first_block = table, first_block
         places = torch.arange(positions.start, positions.stop)
-        self._rows = core.memory.rows_of(self._table[places // size] * size + places % size)
+        self._rows = core.memory.rows_of(table[places // size - first_block] * size + places % size)
         self._head = truncated.shifted_head_tokens
         assert not self._head or positions.start >= self._head
         self._plans: dict[tuple[int | None, range], ChunkPlan] = {}
@@ -58,10 +61,11 @@ class ChunkRows:
         kv = core.memory.layer(layer)
         plan = self._plans.get((window, keys))
         if plan is None:
+            first, stop = keys.start // core.block_tokens, -(-keys.stop // core.block_tokens)
             plan = self._plans[window, keys] = core.backend.attention.plan_chunk(
                 kv,
                 core.layout.query_heads,
-                self._table[keys.start // core.block_tokens : -(-keys.stop // core.block_tokens)],
+                self._table[first - self._first_block : stop - self._first_block],
                 len(keys),
                 first_key_position=keys.start,
                 query_positions=self._places,

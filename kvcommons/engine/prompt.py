@@ -6,6 +6,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.history import Load
 from kvcommons.engine.request import Request
@@ -113,6 +115,7 @@ class Prompt:
     deadline_s: float
     submitted_s: float
     blocks: list[int] = field(default_factory=list)  # physical, by index in the sequence; NOT_HERE: elsewhere
+    table: Tensor | None = None  # all of them, where they are here from the first chunk to the end
     device_blocks: int = 0
     loaded_blocks: int = 0
     placed_blocks: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core
 from kvcommons.engine.prompt import Prompt
@@ -51,7 +53,9 @@ class WholePrompt:
 
     def rows(self, prompt: Prompt, chunk: range) -> ChunkRows:
         request = prompt.request
-        return ChunkRows(self._core, request.tokens, chunk, prompt.blocks, request.truncated)
+        if prompt.table is None:  # made once: there may be a million tokens before each chunk
+            prompt.table = torch.tensor(prompt.blocks)
+        return ChunkRows(self._core, request.tokens, chunk, prompt.table, request.truncated)
 
     def close(self, prompt: Prompt) -> None:
         """The blocks are the sequence's."""

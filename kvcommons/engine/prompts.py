@@ -201,7 +201,7 @@ class Prompts:
             prompt.sequence.computed = span.chunk.stop
             prompt.compute_s += max(seconds - span.waited_s, 0.0)
             if prompt.memory.keeps:
-                self._publish(prompt)
+                self._publish(prompt, span.final)
             prompt.memory.close(prompt)
         self._scheduler.progress(prompt.key, tokens_left=prompt.tokens_left)
 
@@ -278,11 +278,11 @@ class Prompts:
             return None
         return self.span(prompt, chunk)
 
-    def _publish(self, prompt: Prompt) -> None:
-        """Computed and loaded full blocks join the device tier."""
+    def _publish(self, prompt: Prompt, blocks: range) -> None:
+        """These full blocks join the device tier."""
         if prompt.request.no_reuse:
             return
-        for index in range(prompt.device_blocks, prompt.sequence.computed // prompt.block_tokens):
+        for index in blocks:
             self._core.allocator.publish(prompt.blocks[index], prompt.ids[index])
             if self.claims.get(prompt.ids[index]) == prompt.key:
                 del self.claims[prompt.ids[index]]
@@ -300,10 +300,12 @@ class PromptSpan:
         self._prompts = prompts
         self._rows: ChunkRows = prompt.memory.rows(prompt, chunk)
         completed = prompt.completed_blocks(chunk)
-        self._full = range(completed.start, min(completed.stop, len(prompt.ids)))
+        full = min(completed.stop, len(prompt.ids))
+        self._full = range(completed.start, full)
         # What was found goes out with the first chunk: a layer is one message a holder.
         first = completed.start if chunk.start > prompt.reused_tokens else 0
         self._pushed = range(first, completed.stop)
+        self.final = range(first, full)  # full ones, with its end
         self._loads = prompt.load is not None
         self._waited_s = prompt.load_wait_s
         self._context = prompt.request.origin.copy()

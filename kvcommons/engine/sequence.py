@@ -3,6 +3,7 @@ I/O."""
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
@@ -29,11 +30,21 @@ class LocalRun:
     numbers."""
 
     first_block: int
-    blocks: list[int]
+    blocks: list[int]  # more may follow; one is only replaced by `replace`
+    _table: array[int] = field(default_factory=lambda: array("q"), init=False, repr=False, compare=False)
 
     @property
     def count(self) -> int:
         return len(self.blocks)
+
+    def table(self) -> array[int]:
+        """`blocks` in 64 bits each: what was made of them before is kept, for there may be many."""
+        self._table.extend(self.blocks[len(self._table) :])
+        return self._table
+
+    def replace(self, index: int, block: int) -> None:
+        self.blocks[index] = block
+        del self._table[index:]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -206,7 +217,7 @@ class Sequence:
             run, inside = self.locate(index)
             assert isinstance(run, LocalRun), "blocks that lie here"
             had.append(run.blocks[inside])
-            run.blocks[inside] = block
+            run.replace(inside, block)
         return had
 
     def movable(self, run: RemoteRun) -> int:
@@ -289,7 +300,8 @@ class Sequence:
         """Identities of the full blocks among the computed tokens."""
         if self.chain.tokens < self.computed:
             self.chain.extend(self.tokens[self.chain.tokens : self.computed])
-        return self.chain.ids[: self.computed // self.block_tokens]
+        ids, full = self.chain.ids, self.computed // self.block_tokens
+        return ids if len(ids) == full else ids[:full]
 
     def newly_full(self) -> range:
         """Indices of blocks whose tokens are all computed and that were not published yet; marks them

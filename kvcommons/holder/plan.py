@@ -42,6 +42,11 @@ class PlanRow(NamedTuple):
         return cls(ref.handle, ref.epoch, ref.generation, first_block, queries, position, length, append)
 
     @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Where its keys lie, however many of them count: handle, epoch, generation and first block."""
+        return self[:4]
+
+    @property
     def ref(self) -> SegmentRef:
         return SegmentRef(handle=self.handle, epoch=self.epoch, generation=self.generation)
 

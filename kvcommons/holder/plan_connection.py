@@ -208,9 +208,9 @@ class PlanConnection:
 
     def _step_of(self, rows: Sequence[PlanRow]) -> int:
         """Of the plan, where these are its rows: such that rows which it had stay as they are."""
-        known = {row[:4]: row.position for row in self.rows}
+        known = {row.place: row.position for row in self.rows}
         for row in rows:
-            before = known.get(row[:4])
+            before = known.get(row.place)
             if before is not None:
                 step = row.position - before
                 return step if 0 <= step < _STEP_MAX else 0
@@ -294,10 +294,10 @@ class PlanPool:
             if preferred is not None and preferred in self._idle:
                 self._idle.remove(preferred)
                 return preferred
-            wanted = {row[:4] for row in rows}
+            wanted = {row.place for row in rows}
             best, most = None, 0
             for plan in self._idle:
-                shared = len(wanted.intersection(row[:4] for row in plan.rows))
+                shared = len(wanted.intersection(row.place for row in plan.rows))
                 if shared > most:
                     best, most = plan, shared
             if best is None and self._idle:

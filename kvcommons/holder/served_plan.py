@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import enum
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -50,6 +50,10 @@ class _Row:
     key_position: int = 0  # of the first key
     blocks: int = 0  # in the table
     error: KVCommonsError | None = None  # why it is lost
+
+    @property
+    def held(self) -> bool:
+        return self.state is RowState.HELD
 
 
 class ServedPlan:
@@ -114,15 +118,25 @@ class ServedPlan:
     def change(
         self, revision: int, removed: Sequence[int], placed: Sequence[tuple[int, PlanRow]], step: int
     ) -> None:
-        """`placed` as of `step`. Raises InvalidInput."""
+        """`placed` as of `step`: a row that goes on where a removed one was keeps its pin and its blocks.
+        Raises InvalidInput."""
         if revision != self.revision + 1:
             raise InvalidInput(
                 f"plan {self.number} has revision {self.revision}: {revision} does not follow it"
             )
         order = arrangement(len(self._rows), removed, [index for index, _ in placed])
-        left = [self._rows[index] for index in removed]
-        self._arrange(order, [_Row(row.moved(-step)) for _, row in placed])
-        self._unpin(left)
+        left = {index: self._rows[index] for index in removed}
+        known = {(one.row.place, one.row.append): index for index, one in left.items() if one.held}
+        new = list[_Row]()
+        for index, row in placed:
+            former = known.pop((row.place, row.append), None)
+            order[index] = former
+            if former is None:
+                new.append(_Row(row.moved(-step)))
+            else:
+                left.pop(former).row = row.moved(-step)
+        self._arrange(order, new)
+        self._unpin(left.values())
         self.revision, self._coming_step = revision, step
 
     def close(self) -> None:
@@ -223,11 +237,10 @@ class ServedPlan:
                 f"a plan of {len(rows)} rows with {queries} queries: at least one, and at most {ROWS_MAX} "
                 f"rows with {QUERIES_MAX} queries"
             )
-        kept = torch.tensor([index or 0 for index in order], dtype=torch.int64)
-        if len(self._tables):
-            self._tables = self._tables.index_select(0, kept)
-        else:
+        if not len(self._tables):
             self._tables = self._tables.new_zeros((len(rows), 1))
+        elif order != list(range(len(self._tables))):
+            self._tables = self._tables.index_select(0, self._longs([index or 0 for index in order]))
         self._rows = rows
         self._queries = queries
         self._appended = sum(one.row.queries for one in rows if one.row.append)
@@ -249,7 +262,7 @@ class ServedPlan:
         size = self._memory.layout.block_tokens
         for index, one in enumerate(self._rows):
             row = one.row.moved(step)
-            if one.state is RowState.HELD and (not one.blocks or row.length > one.blocks * size):
+            if one.held and (not one.blocks or row.length > one.blocks * size):
                 try:
                     self._look_up(index, one, row)
                 except InvalidInput as error:
@@ -257,7 +270,7 @@ class ServedPlan:
         self._place(step)
 
     def _look_up(self, index: int, one: _Row, row: PlanRow) -> None:
-        """The row's blocks, as of its step. Raises InvalidInput."""
+        """Those of the row's blocks, as of its step, that are not in the table. Raises InvalidInput."""
         assert one.pin is not None
         segment, size = one.pin.segment, self._memory.layout.block_tokens
         if row.append and row.first_block + (row.length - row.queries) // size < segment.writable_from:
@@ -268,10 +281,11 @@ class ServedPlan:
         one.key_position = segment.first_position + row.first_block * size
         if row.length <= 0:
             return
-        blocks = self._holder.blocks(segment, row.first_block, -(-row.length // size), beyond=True)
-        width = self._tables.shape[1]
-        if len(blocks) > width:
-            width = len(blocks) + len(blocks) // 8  # it may grow
+        known, needed = one.blocks, -(-row.length // size)
+        more = self._holder.blocks(segment, row.first_block + known, needed - known, beyond=True)
+        one.blocks, width = known + len(more), self._tables.shape[1]
+        if one.blocks > width:
+            width = one.blocks + one.blocks // 8  # it may grow
             if len(self._rows) * width > _ENTRIES_MAX:
                 raise InvalidInput(
                     f"a plan of {len(self._rows)} rows over {width} blocks: make several of it"
@@ -279,13 +293,12 @@ class ServedPlan:
             tables = self._tables.new_zeros((len(self._rows), width))
             tables[:, : self._tables.shape[1]] = self._tables
             self._tables = tables
-        self._tables[index, one.blocks : len(blocks)] = self._longs(blocks[one.blocks :])
-        one.blocks = len(blocks)
+        self._tables[index, known : one.blocks] = self._longs(more)
 
     def _place(self, step: int) -> None:
         """What the rows' attention follows from, as of step 0. Lost rows have no keys."""
         size = self._memory.layout.block_tokens
-        held = [one.state is RowState.HELD for one in self._rows]
+        held = [one.held for one in self._rows]
         lengths = [one.row.length if here else 0 for one, here in zip(self._rows, held, strict=True)]
         grows = [int(one.row.append and here) for one, here in zip(self._rows, held, strict=True)]
         positions = [one.row.position for one in self._rows]
@@ -331,20 +344,19 @@ class ServedPlan:
 
     def _append(self, layer: int, step: int, kv: Tensor) -> None:
         size, first = self._memory.layout.block_tokens, 0
-        slots, brought = list[int](), list[int]()
+        slots, brought = list[Tensor](), list[int]()
         for index, one in enumerate(self._rows):
             if not one.row.append:
                 continue
             row = one.row.moved(step)
-            if one.state is RowState.HELD:
-                table = self._tables[index].tolist()
-                tokens = range(row.length - row.queries, row.length)
-                slots += [table[token // size] * size + token % size for token in tokens]
+            if one.held:
+                tokens = torch.arange(row.length - row.queries, row.length)
+                slots.append(self._tables[index, tokens // size] * size + tokens % size)
                 brought += range(first, first + row.queries)
             first += row.queries
         if slots:
             new = self._device.upload(kv[brought].flatten(1, 2))
-            self._memory.write_rows(layer, self._memory.rows_of(self._longs(slots)), new)
+            self._memory.write_rows(layer, self._memory.rows_of(torch.cat(slots)), new)
 
     def _chunk(self, layer: int, step: int, index: int, q: Tensor, window: int | None) -> Partial:
         one, memory = self._rows[index], self._memory
@@ -387,11 +399,11 @@ class ServedPlan:
         self._unpin([one])
         one.state, one.error = RowState.LOST, error
 
-    def _unpin(self, rows: Sequence[_Row]) -> None:
+    def _unpin(self, rows: Collection[_Row]) -> None:
         pins = [one.pin for one in rows if one.pin is not None]
         for one in rows:
             one.pin = None
-            if one.state is RowState.HELD:
+            if one.held:
                 one.state = RowState.CHANGED
         self._resolved = False
         if pins:

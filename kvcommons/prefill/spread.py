@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 
+import torch
 from torch import Tensor
 
 from kvcommons.backend.interface import Backend, Partial
@@ -125,8 +126,10 @@ class SpreadRows(ChunkRows):
         holders: Holders,
     ) -> None:
         """`delivery`: of the chunks before it."""
-        request = prompt.request
-        super().__init__(core, request.tokens, positions, prompt.blocks, request.truncated)
+        request, size = prompt.request, core.block_tokens
+        first = positions.start // size
+        table = torch.tensor(prompt.blocks[first : -(-positions.stop // size)])
+        super().__init__(core, request.tokens, positions, table, request.truncated, first_block=first)
         self._device, self._attention = core.backend.device, core.backend.attention
         self._before = positions.start
         self._block_tokens = core.block_tokens
@@ -187,6 +190,7 @@ class SpreadPrompt:
         self._targets = targets
         chunk_max = max(core.allocator.total // windows, 1) * core.block_tokens
         self._chunk_tokens = min(chunk_tokens, chunk_max)
+        self._here = range(0)  # blocks of the sequence
 
     def check(self, prompt: Prompt) -> None:
         """Its targets have room for it, or others join them (`can_spread`)."""
@@ -218,8 +222,9 @@ class SpreadPrompt:
 
     def close(self, prompt: Prompt) -> None:
         """No block is held here any more; those that are still on their way are kept until they are there."""
-        self._core.allocator.release([block for block in prompt.blocks if block != NOT_HERE])
-        prompt.blocks = [NOT_HERE] * len(prompt.blocks)
+        here, self._here = slice(self._here.start, self._here.stop), range(0)
+        self._core.allocator.release(prompt.blocks[here])
+        prompt.blocks[here] = [NOT_HERE] * len(prompt.blocks[here])
 
     def _take_window(self, prompt: Prompt, chunk: range) -> None:
         """Blocks for a chunk's own tokens. Raises CapacityExhausted."""
@@ -227,6 +232,7 @@ class SpreadPrompt:
         first, stop = chunk.start // size, -(-chunk.stop // size)
         if prompt.blocks[first] == NOT_HERE:
             prompt.blocks[first:stop] = self._core.allocator.allocate(stop - first)
+            self._here = range(first, stop)
 
 
 def await_placed(dialer: Dialer, first: Target, deadline: Deadline, traceparent: str) -> int:

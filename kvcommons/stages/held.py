@@ -100,7 +100,8 @@ class HeldSpread(HeldPrompt):
         if self._open is not None:
             first, blocks = self._open
             self._closed[first], self._open = blocks, None
-            self.prompt.blocks = [NOT_HERE] * len(self.prompt.blocks)
+            at = first // self.prompt.block_tokens
+            self.prompt.blocks[at : at + len(blocks)] = [NOT_HERE] * len(blocks)
 
     def left(self, allocator: BlockAllocator) -> list[int]:
         found = [first for first, blocks in self._closed.items() if allocator.held_once(blocks)]

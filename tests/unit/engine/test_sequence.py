@@ -65,6 +65,14 @@ def test_runs_join_where_they_can() -> None:
         sequence.locate(8)
 
 
+def test_a_runs_table_follows_its_blocks() -> None:
+    run = LocalRun(first_block=0, blocks=[7, 3, 4])
+    assert list(run.table()) == [7, 3, 4]
+    run.blocks.extend([9, 5])
+    run.replace(1, 8)
+    assert list(run.table()) == run.blocks == [7, 8, 4, 9, 5]
+
+
 def test_a_run_lies_in_the_head_of_a_truncated_sequence_or_behind_it() -> None:
     sequence = make(40, truncated=Truncated(head_tokens=2 * BLOCK, dropped_tokens=4 * BLOCK))
     sequence.append_run(LocalRun(first_block=0, blocks=[7]))
