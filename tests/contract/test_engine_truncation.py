@@ -16,7 +16,7 @@ from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.kvstore_pb2_grpc import BlocksStub
 from services.router.sessions.truncation import Context, Excerpt, Truncation, truncation_for
 from tests.contract.engine_stack import BLOCK, Stack
-from tests.contract.engine_turns import SALT, Turn, compute, prefill_request, prompt, turn
+from tests.contract.engine_turns import CALL_S, SALT, Turn, compute, prefill_request, prompt, turn
 from tests.contract.test_engine_reuse import stored_ids
 from tests.contract.truncation_reference import Answer, TruncatedReference
 
@@ -24,6 +24,8 @@ pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
 
 NEW = 24
+Shapes = tuple[tuple[int, int], tuple[int, int]]  # stages, and ranks of each: of prefill, and of decode
+TURNS = (100, 0), (20, 4), (30, 0), (5, 3)  # new tokens of each, and blocks that are dropped before it
 GREEDY = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
 
 
@@ -36,6 +38,7 @@ class Session:
     reference: TruncatedReference
     seed: int = 1
     draw: Callable[[int, int], list[int]] = prompt
+    call_s: float = CALL_S
     tokens: list[int] = field(default_factory=list)
     truncations: list[Truncation] = field(default_factory=list)
 
@@ -74,8 +77,10 @@ class Session:
     ) -> Turn:
         made = turn(
             prefill, decode, self.engines.model, list(context.now.tokens), NEW,
-            truncated=context.now.message(), sampling=GREEDY, **changes,
+            truncated=context.now.message(), sampling=GREEDY, start_wait_ms=int(self.call_s * 1000),
+            **changes,
         )  # fmt: skip
+        made.call_s = self.call_s
         await made.run()
         assert made.tokens == expected.tokens
         assert [token.logprob for token in made.sampled] == pytest.approx(expected.logprobs, abs=1e-4)
@@ -95,9 +100,11 @@ def session(engines: Stack) -> Session:
     return Session(engines, TruncatedReference(engines.folder))
 
 
-async def overflow_twice(session: Session, head_blocks: int, run: Any) -> None:
+async def overflow_twice(
+    session: Session, head_blocks: int, run: Any, turns: Sequence[tuple[int, int]] = TURNS
+) -> None:
     """Four turns, with a truncation before the second and before the fourth."""
-    for number, (count, drop) in enumerate(((100, 0), (20, 4), (30, 0), (5, 3))):
+    for number, (count, drop) in enumerate(turns):
         context, expected = session.ask(count, drop_blocks=drop, head_blocks=head_blocks)
         await run(number, context, expected)
 
@@ -116,19 +123,41 @@ async def test_what_is_left_stays_in_use(engines: Stack, session: Session, head_
     await engines.idle("d0", "d1")
 
 
-async def test_what_is_left_stays_in_use_in_pipeline_stages(engines: Stack, session: Session) -> None:
-    """Each has its layers of the shifted head, and loads them."""
+@pytest.mark.parametrize(
+    "shapes", [[((2, 1), (1, 1)), ((2, 1), (1, 1))], [((1, 2), (1, 2)), ((2, 2), (2, 2))]], ids=str
+)
+async def test_what_is_left_stays_in_use_in_stages_and_ranks(session: Session, shapes: list[Shapes]) -> None:
+    """Each has its layers of the shifted head, or its heads of it, and loads them."""
+    await stays_in_use_in_shapes(session, shapes)
+
+
+async def stays_in_use_in_shapes(
+    session: Session,
+    shapes: Sequence[Shapes],
+    turns: Sequence[tuple[int, int]] = TURNS,
+    **settings: Any,
+) -> None:
+    """In the first shapes the first two turns, in the others those behind them. `settings`: of all."""
+    engines = session.engines
     await engines.lenders()
     store = await engines.kvstore()
     pairs = [
-        (await engines.staged(2, f"p{i}", loads="always"), await engines.decode(f"d{i}")) for i in range(2)
+        (
+            await engines.staged(prefill[0], f"p{number}", tensor=prefill[1], loads="always", **settings),
+            await engines.staged_decode(decode[0], f"d{number}", tensor=decode[1], **settings),
+        )
+        for number, (prefill, decode) in enumerate(shapes)
     ]
-    await stays_in_use(session, 2, store, pairs)
-    await engines.idle("d0", "d1")
+    await stays_in_use(session, 2, store, pairs, turns)
+    await engines.idle(*[f"d{number}" for number in range(len(shapes))])
 
 
 async def stays_in_use(
-    session: Session, head_blocks: int, store: BlocksStub, pairs: Sequence[tuple[Any, Any]]
+    session: Session,
+    head_blocks: int,
+    store: BlocksStub,
+    pairs: Sequence[tuple[Any, Any]],
+    turns: Sequence[tuple[int, int]] = TURNS,
 ) -> None:
     """`pairs`: prefill and decode, of the first two turns and of the others."""
     engines, found = session.engines, 0
@@ -144,8 +173,9 @@ async def stays_in_use(
         assert now.since_token <= made.first.cached_tokens <= found * BLOCK
         found = await session.kept(store, context)
 
-    await overflow_twice(session, head_blocks, run)
-    assert sum(one.dropped_tokens for one in session.truncations) == 7 * BLOCK
+    await overflow_twice(session, head_blocks, run, turns)
+    dropped_blocks = sum(drop for _, drop in turns)
+    assert sum(one.dropped_tokens for one in session.truncations) == dropped_blocks * BLOCK
 
 
 async def test_lost_kv_is_made_again_excerpt_by_excerpt(engines: Stack, session: Session) -> None:
