@@ -39,11 +39,14 @@ def model_of(name: str) -> Model:
             return model
     if not Path(name).is_dir():
         raise InvalidInput(f"{name} is neither a folder nor one of {', '.join(one.name for one in MODELS)}")
-    spec = ModelSpec.read(Path(name))
+    return model_of_spec(Path(name).name, ModelSpec.read(Path(name)))
+
+
+def model_of_spec(name: str, spec: ModelSpec) -> Model:
     kv_width, query_width = spec.kv_heads * spec.head_dim, spec.query_heads * spec.head_dim
     of_layer = spec.hidden * (2 * query_width + 2 * kv_width + 3 * spec.mlp)
     return Model(
-        name=Path(name).name,
+        name=name,
         parameters=spec.layers * of_layer + spec.vocab_size * spec.hidden,
         layers=spec.layers,
         hidden=query_width,  # what is sent and returned is as wide

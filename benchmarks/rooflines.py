@@ -31,6 +31,36 @@ IDEAL = Efficiency(reading=1.0, computing=1.0, parallel=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Of one iteration: a chunk of `chunk` tokens that ends at `context`, and `rows` that generate, each
+    after `row_context` tokens."""
+
+    chunk: float = 0
+    context: float = 0
+    rows: float = 0
+    row_context: float = 0
+
+    @property
+    def width(self) -> float:
+        """Rows of all products."""
+        return self.chunk + self.rows
+
+    @property
+    def chunk_pairs(self) -> float:
+        """Of a token of the chunk and a token that it attends to."""
+        return self.chunk * max(self.context - self.chunk / 2, 0)
+
+    @property
+    def row_tokens(self) -> float:
+        """That rows which generate attend to."""
+        return self.rows * self.row_context
+
+    @property
+    def tokens_read(self) -> float:
+        return (self.context if self.chunk else 0) + self.row_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """An accelerator as its data sheet and table 1 describe it. `flops` are of dense bfloat16 products;
     `link_bytes_s` is what an all-reduce gets between devices of one host, each way."""
@@ -45,6 +75,31 @@ class Device:
     @property
     def usable_bytes(self) -> float:
         return USABLE * self.memory_bytes
+
+    @property
+    def peak_flops(self) -> float:
+        """That nothing it computes exceeds."""
+        return self.flops
+
+    @property
+    def error(self) -> float:
+        """The mean one of times by these rates, as far as any was measured."""
+        return 0.0
+
+    def linear_s(self, model: Model, rows: float, reached: Efficiency) -> float:
+        """An iteration without attention, alone: weights are read, and rows multiplied with them."""
+        read_s = model.weight_bytes / (self.read_bytes_s * reached.reading)
+        compute_s = 2 * model.parameters * rows / (self.flops * reached.computing)
+        return max(read_s, compute_s) if reached.parallel else read_s + compute_s
+
+    def attention_s(self, model: Model, work: Work, reached: Efficiency) -> float:
+        """An iteration's attention, alone."""
+        read_s = model.kv_token_bytes * work.tokens_read / self.read_bytes_s / reached.reading
+        if not self.flops:  # known for its memory only: it attends for single tokens
+            return math.inf if work.chunk else read_s
+        flop = 4 * (work.chunk_pairs + work.row_tokens) * model.hidden * model.layers
+        compute_s = flop / self.flops / reached.computing
+        return max(read_s, compute_s) if reached.parallel else read_s + compute_s
 
     def priced_as(self, other: Device) -> Device:
         """The same device at the other's price for memory of its size (section 6)."""
@@ -124,10 +179,8 @@ class Group:
     def linear_s(self, model: Model, batch: float) -> float:
         """An iteration without attention: weights are read, rows multiplied with them, and, between several
         devices, two sums a layer made."""
-        device, count, share = self.device, self.count, self.efficiency
-        read_s = model.weight_bytes / (count * device.read_bytes_s * share.reading)
-        compute_s = 2 * model.parameters * batch / (count * device.flops * share.computing)
-        both_s = max(read_s, compute_s) if share.parallel else read_s + compute_s
+        device, count = self.device, self.count
+        both_s = device.linear_s(model, batch, self.efficiency) / count
         if count == 1:
             return both_s
         summed = 2 * model.layers * batch * model.hidden * model.element_bytes

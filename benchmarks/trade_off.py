@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks import kv_parallel
 from benchmarks.plot import Curves, curves
@@ -95,10 +95,9 @@ def iterations(
 ) -> list[tuple[int, float]]:
     """Of a prompt of so many tokens: where each chunk ends, and what its iteration takes. `chunk_tokens`: of
     each, or at most, where they adapt to an objective."""
-    predictor: Any = over
     first, found = 0, list[tuple[int, float]]()
     while first < context:
-        budget = ChunkBudget(predictor, over.beside, objective_s=objective_s, chunk_tokens=chunk_tokens)
+        budget = ChunkBudget(over, over.beside, objective_s=objective_s, chunk_tokens=chunk_tokens)
         stop = first + budget.fit(first, min(chunk_tokens, context - first))
         work = over.beside.beside(IterationWork.of_chunk(range(first, stop)))
         found.append((stop, over.seconds(work)))

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.offload_plan import model_of
+from benchmarks.planning.calibrated import calibrated_device
 from benchmarks.planning.planner import Market, Objectives, Plan, Planner
 from benchmarks.report import Report
 from benchmarks.rooflines import COMPUTING_DEVICES, MEMORY_DEVICES, Device
@@ -35,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def device_of(name: str) -> Device:
-    """A published one, or that of a JSON file with the fields of `Device`. Raises InvalidInput."""
+    """A published one, or that of a JSON file with the fields of `Device`, of which `calibrated`, the path of
+    an engine's `predictor_file` from there, stands for the rates. Raises InvalidInput."""
     for device in (*COMPUTING_DEVICES, *MEMORY_DEVICES):
         if device.name.lower() == name.lower():
             return device
@@ -43,12 +45,18 @@ def device_of(name: str) -> Device:
     if not Path(name).is_file():
         raise InvalidInput(f"{name} is no file of a device, and none of {known}", param="device")
     try:
-        device = Device(**json.loads(Path(name).read_text()))
+        fields = dict(json.loads(Path(name).read_text()))
+        calibration = fields.pop("calibrated", None)
+        if calibration is None:
+            device = Device(**fields)
+        else:
+            device = calibrated_device(Path(name).parent / str(calibration), fields)
         usable = all(float(value) > 0 for value in (device.price, device.memory_bytes, device.read_bytes_s))
     except (ValueError, TypeError) as error:
-        fields = ", ".join(field.name for field in dataclasses.fields(Device))
+        known = ", ".join(field.name for field in dataclasses.fields(Device))
         raise InvalidInput(
-            f"{name} is no device: {error}; its fields are {fields}", param="device"
+            f"{name} is no device: {error}; its fields are {known}, or calibrated in place of the rates",
+            param="device",
         ) from error
     if not usable:
         raise InvalidInput(f"{name}: price, memory_bytes and read_bytes_s have to be above 0", param="device")

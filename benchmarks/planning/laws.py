@@ -7,15 +7,17 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from benchmarks.rooflines import RESERVED_BYTES, ROUND_TRIP_S, Device, Efficiency, Group, Model
+from benchmarks.rooflines import RESERVED_BYTES, ROUND_TRIP_S, Device, Efficiency, Group, Model, Work
+from kvcommons.engine.chunk_budget import LEAST_TOKENS, ChunkBudget
+from kvcommons.engine.iteration_costs import IterationWork
 
 # Reading: the best of figure 21; computing: the middle of what figure 20 shows, 50 to 75% (section 6.5).
 # Weights and KV are read while rows are multiplied.
 MNEMOSYNE = Efficiency(reading=0.92, computing=0.625, parallel=True)
 INFINIBAND_BYTES_S = 50e9  # between two devices of different hosts, each way (section 6.1)
-CHUNKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # of figures 7 and 8
+CHUNK_MAX = 4096  # tokens, of figures 7 and 8
 _PARTIAL_BYTES = 4  # of a number that a holder returns: partials are float32
-_SEGMENTS = 64  # of a prompt, for each of which one size of chunk is chosen
+_SEGMENTS = 64  # of a prompt, for each of which a chunk is chosen once
 
 
 def attention_flop(model: Model, tokens: float, *, causal: bool = True) -> float:
@@ -50,31 +52,6 @@ class StageTime:
     @property
     def seconds(self) -> float:
         return self.linear_s + self.attention_s + self.network_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Of one iteration: a chunk of `chunk` tokens that ends at `context`, and `rows` that generate, each
-    after `row_context` tokens."""
-
-    chunk: float = 0
-    context: float = 0
-    rows: float = 0
-    row_context: float = 0
-
-    @property
-    def width(self) -> float:
-        """Rows of all products."""
-        return self.chunk + self.rows
-
-    @property
-    def pairs(self) -> float:
-        """Of a query token and a token that it attends to."""
-        return self.chunk * max(self.context - self.chunk / 2, 0) + self.rows * self.row_context
-
-    @property
-    def tokens_read(self) -> float:
-        return (self.context if self.chunk else 0) + self.rows * self.row_context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,78 +127,63 @@ class Replica:
             network_s=self._network_s(work),
         )
 
+    def iteration_s(self, work: Work) -> float:
+        """Through all stages."""
+        return self.stages * self.stage(work).seconds
+
     def prefill(
         self,
         tokens: int,
         *,
         history: int = 0,
         iteration_s_max: float = math.inf,
-        chunk_max: int = CHUNKS[-1],
+        chunk_max: int = CHUNK_MAX,
         rows: float = 0,
         row_context: float = 0,
     ) -> Prefill | None:
         """Of a prompt's `tokens` after `history` that is there, equation (8): a chunk enters the first stage
         as soon as the one before left it, so that the last one has all stages but the first still before it.
-        In each part of the prompt chunks are the largest with which an iteration, all stages of it, takes no
-        more than `iteration_s_max` (section 4.2). None where the smallest takes more."""
-        busy_s, done, chunks, stage_s = 0.0, 0.0, [], 0.0
-        length = max(tokens / _SEGMENTS, min(tokens, chunk_max))
+        In each part of the prompt chunks are what the engine chooses where it begins, so that an iteration,
+        all stages of it, takes no more than `iteration_s_max` (section 4.2). None where its smallest takes
+        more."""
+        beside = Beside(replica=self, rows=rows, row_context=row_context)
+        last = range(history, history + tokens)[-LEAST_TOKENS:]
+        if beside.seconds(IterationWork.of_chunk(last)) > iteration_s_max:
+            return None
+        busy_s, done, chunks = 0.0, 0, list[int]()
+        length = max(-(-tokens // _SEGMENTS), min(tokens, chunk_max))
         while done < tokens:
             part = min(length, tokens - done)
-            works = [
-                Work(
-                    chunk=min(chunk, part), context=history + done + part, rows=rows, row_context=row_context
-                )
-                for chunk in CHUNKS
-                if chunk <= chunk_max
-            ]
-            fitting = [work for work in works if self.stages * self.stage(work).seconds <= iteration_s_max]
-            if not fitting:
-                return None
-            largest = fitting[-1]
-            middle = Work(
-                chunk=largest.chunk,
-                context=largest.context - (part - largest.chunk) / 2,
-                rows=rows,
-                row_context=row_context,
-            )
-            busy_s += part / largest.chunk * self.stage(middle).seconds
-            chunks.append(math.ceil(largest.chunk))
-            stage_s = self.stage(largest).seconds
+            chunk = beside.budget(iteration_s_max, chunk_max).fit(history + done, part)
+            middle = beside.work(chunk, history + done + (part + chunk) / 2)
+            busy_s += part / chunk * self.stage(middle).seconds
+            chunks.append(chunk)
             done += part
+        last_tokens = beside.budget(iteration_s_max, chunk_max).fit(history + tokens - chunk, chunk)
+        last_s = self.stage(beside.work(last_tokens, history + tokens)).seconds
         return Prefill(
-            seconds=busy_s + (self.stages - 1) * stage_s,
+            seconds=busy_s + (self.stages - 1) * last_s,
             busy_s=busy_s,
             chunk_first=chunks[0],
-            chunk_last=chunks[-1],
+            chunk_last=last_tokens,
         )
 
     def token_s(self, rows: float, context: float) -> float:
         """Between two tokens of `rows` sequences that generate, equation (9). With several stages as many
         batches are under way."""
         each = max(rows / self.stages, 1)
-        return self.stages * self.stage(Work(rows=each, row_context=context)).seconds
+        return self.iteration_s(Work(rows=each, row_context=context))
 
     def _attention_s(self, work: Work) -> float:
         """Of all layers, on one stage's devices and its part of the pool: KV is divided so that both end at
         once, or by what has room (equations (9) and (10))."""
-        alone_s = self._attend_s(work, self.device, self.tensor)
+        alone_s = self.device.attention_s(self.model, work, self.efficiency) / self.tensor
         if not self.pool or not self.pool_devices:
             return alone_s
-        pool_s = self._attend_s(work, self.pool, self.pool_devices / self.stages)
+        pool_s = self.pool.attention_s(self.model, work, self.efficiency) * self.stages / self.pool_devices
         held = work.tokens_read
         own = min(pool_s / (alone_s + pool_s), self.own_tokens / held) if held and alone_s else 1.0
         return max(own * alone_s, (1 - own) * pool_s)
-
-    def _attend_s(self, work: Work, device: Device, count: float) -> float:
-        read_s = (
-            kv_bytes(self.model, work.tokens_read) / count / device.read_bytes_s / self.efficiency.reading
-        )
-        flop = 4 * work.pairs * self.model.hidden * self.model.layers
-        if not device.flops:  # known for its memory only: it attends for single tokens
-            return math.inf if work.chunk else read_s
-        compute_s = flop / count / device.flops / self.efficiency.computing
-        return max(read_s, compute_s) if self.efficiency.parallel else read_s + compute_s
 
     def _network_s(self, work: Work) -> float:
         """Activations to the next stage; of each layer queries to the holders and their partials back: both
@@ -237,3 +199,36 @@ class Replica:
             layer_s = self.round_trip_s + holders * work.width * (row_bytes + answered) / rate
             seconds += self.share * self.model.layers * layer_s
         return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """Chunks of a replica beside `rows` of one stage that generate, each after `row_context` tokens: what an
+    engine that serves so many learns of its iterations, by the laws."""
+
+    replica: Replica
+    rows: float = 0
+    row_context: float = 0
+
+    @property
+    def error(self) -> float:
+        return self.replica.device.error
+
+    def knows(self, work: IterationWork) -> bool:
+        """The engine of this replica has learnt."""
+        return True
+
+    def seconds(self, work: IterationWork) -> float:
+        """Of an iteration with these chunks, through all stages."""
+        return self.replica.iteration_s(self.of_chunks(work))
+
+    def of_chunks(self, work: IterationWork) -> Work:
+        """Several are as one that has as many tokens and pairs."""
+        return self.work(work.rows, work.pairs / work.rows + (work.rows - 1) / 2)
+
+    def work(self, chunk: float, context: float) -> Work:
+        return Work(chunk=chunk, context=context, rows=self.rows, row_context=self.row_context)
+
+    def budget(self, iteration_s_max: float, chunk_max: int) -> ChunkBudget:
+        """The engine's, of the next iteration."""
+        return ChunkBudget(self, IterationWork(), objective_s=iteration_s_max, chunk_tokens=chunk_max)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from benchmarks.planning.laws import CHUNKS, Prefill, Replica, attention_flop
+from benchmarks.planning.laws import Prefill, Replica, attention_flop
 from benchmarks.rooflines import Device, Model
+from kvcommons.engine.chunk_budget import LEAST_TOKENS
 from kvcommons.errors import InvalidInput
 
 _FEW = 16  # stages, and holders, up to which every number is tried
@@ -248,8 +249,8 @@ class Planner:
         history = objectives.context - objectives.new
         attended = attention_flop(self._model, objectives.context) - attention_flop(self._model, history)
         flop = attended + 2 * self._model.parameters * objectives.new
-        pool = replica.pool_devices * replica.pool.flops if replica.pool else 0.0
-        return flop / (replica.devices * replica.device.flops + pool) > objectives.ttft_s
+        pool = replica.pool_devices * replica.pool.peak_flops if replica.pool else 0.0
+        return flop / (replica.devices * replica.device.peak_flops + pool) > objectives.ttft_s
 
     @cached_property
     def _replicas(self) -> Sequence[Replica]:
@@ -338,7 +339,7 @@ def _decode(replica: Replica, objectives: Objectives, count: int) -> Decoding | 
 
 def _longest(keeps: Callable[[int], bool]) -> int:
     """The largest number of tokens that keeps it: what more tokens break, fewer do not."""
-    low, high = 0, CHUNKS[0]
+    low, high = 0, LEAST_TOKENS
     while high < _CONTEXT_MAX and keeps(high):
         low, high = high, 2 * high
     while high - low > max(low // 256, 1):

@@ -4,10 +4,11 @@ section 4.2)."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,19 +162,23 @@ class KeptPredictor:
     compiled kernels or form of the weights makes it worthless."""
 
     kept: Kept
+    model: Mapping[str, Any]  # which it is, for who plans with other models: config.json, how many layers
 
     @classmethod
     def of(cls, settings: EngineSettings, core: Core) -> KeptPredictor:
         model = f"{core.info.fingerprint.hex()} {core.layers}"
         products = core.backend.operators.multiplies
-        return cls(kept=Kept.of(settings.predictor_file, model, *machine_facts(settings), products))
+        return cls(
+            kept=Kept.of(settings.predictor_file, model, *machine_facts(settings), products),
+            model={"config": core.model.spec.config, "layers": len(core.layers)},
+        )
 
     def read(self) -> Predictor | None:
         """None where there is none, or none of this machine and model."""
         return self.kept.read(Predictor.of)
 
     def write(self, predictor: Predictor) -> None:
-        self.kept.write(predictor.learnt())
+        self.kept.write(predictor.learnt() | {"of": self.model})
 
 
 def machine_facts(settings: EngineSettings) -> tuple[str, ...]:

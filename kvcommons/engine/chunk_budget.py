@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from typing import Protocol
 
 from kvcommons.engine.iteration_costs import IterationWork
-from kvcommons.engine.predictor import Predictor
 
 # Of prompts in an iteration, however late that makes the tokens beside them: so prompts end.
 LEAST_TOKENS = 32
@@ -16,18 +16,31 @@ _ERRORS = 3
 _ERROR_MAX = 0.1
 
 
+class IterationTimes(Protocol):
+    """What a `Predictor` says of iterations, and what laws say of those that nobody has run."""
+
+    @property
+    def error(self) -> float:
+        """The mean absolute one, of what was said."""
+
+    def seconds(self, work: IterationWork) -> float: ...
+
+    def knows(self, work: IterationWork) -> bool:
+        """Whether `seconds` can be believed."""
+
+
 class ChunkBudget:
     """What one iteration takes of prompts: the largest chunks with which it keeps its objective, at the
     context that each of them ends at."""
 
     def __init__(
-        self, predictor: Predictor, beside: IterationWork, *, objective_s: float, chunk_tokens: int
+        self, times: IterationTimes, beside: IterationWork, *, objective_s: float, chunk_tokens: int
     ) -> None:
         """`beside`: what is in it anyway. `objective_s`: of the whole iteration. `chunk_tokens`: of all
         prompts together, at most."""
-        self._predictor = predictor
+        self._times = times
         self._work = beside
-        self._limit_s = objective_s / (1 + _ERRORS * min(predictor.error, _ERROR_MAX))
+        self._limit_s = objective_s / (1 + _ERRORS * min(times.error, _ERROR_MAX))
         self._bounded = objective_s < float("inf")
         self._tokens_left = chunk_tokens
         self._least = LEAST_TOKENS
@@ -49,6 +62,6 @@ class ChunkBudget:
         self._least = 0
 
     def _too_much(self, positions: range) -> bool:
-        """Or beyond what the predictor can know: then chunks grow as it learns."""
+        """Or beyond what is known: then chunks grow as the predictor learns."""
         work = self._work.beside(IterationWork.of_chunk(positions))
-        return not self._predictor.knows(work) or self._predictor.seconds(work) > self._limit_s
+        return not self._times.knows(work) or self._times.seconds(work) > self._limit_s

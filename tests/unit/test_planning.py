@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.offload_plan import model_of
 from benchmarks.planning import cli
 from benchmarks.planning.laws import (
-    CHUNKS,
+    CHUNK_MAX,
+    Beside,
     Replica,
-    Work,
     attention_flop,
     intensity,
     kv_bytes,
     saturating_chunk,
 )
 from benchmarks.planning.planner import Market, Objectives, Plan, Planner
-from benchmarks.rooflines import A100_80G, H100, MODELS, RTX_3090, Model
+from benchmarks.rooflines import A100_80G, H100, MODELS, RTX_3090, Model, Work
 from demo import MODEL_DIR
+from kvcommons.engine.chunk_budget import LEAST_TOKENS
+from kvcommons.engine.iteration_costs import IterationWork
+from kvcommons.engine.predictor import Predictor
 from kvcommons.errors import InvalidInput
+from kvcommons.model.spec import ModelSpec
 
 M = 2**20  # the paper's million
 NEAR = 0.25  # that a figure may differ from the paper's
@@ -137,6 +144,22 @@ def test_chunks_shrink_as_the_context_grows() -> None:
     assert fixed is not None
     assert adaptive.seconds < fixed.seconds
     assert dgx(LLAMA_8B).prefill(4 * M, iteration_s_max=0.001) is None
+
+
+def test_the_law_of_a_prompt_is_the_sum_of_the_chunks_that_the_engine_chooses() -> None:
+    replica = dgx(LLAMA_8B, stages=2)
+    beside = Beside(replica=replica, rows=8, row_context=4096)
+    computed, busy_s, chunks = 0, 0.0, list[int]()
+    while computed < M:
+        chunks.append(beside.budget(0.05, CHUNK_MAX).fit(computed, M - computed))
+        computed += chunks[-1]
+        iteration = beside.work(chunks[-1], computed)
+        assert replica.iteration_s(iteration) <= 0.05
+        busy_s += replica.stage(iteration).seconds
+    found = replica.prefill(M, iteration_s_max=0.05, rows=8, row_context=4096)
+    assert found is not None
+    assert found.busy_s == pytest.approx(busy_s, rel=0.01)
+    assert (found.chunk_first, found.chunk_last) == (chunks[0], pytest.approx(chunks[-2], rel=0.02))
 
 
 def test_a_longer_prompt_takes_longer_and_history_is_not_computed() -> None:
@@ -279,7 +302,68 @@ def test_devices_and_models_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFi
         cli.main(["--model", "llama3-8b", "--context", "many", "--ttft", "1", "--tbt", "1"])
 
 
+@pytest.fixture(scope="module")
+def learnt() -> dict[str, Any]:
+    """What an engine of one thread keeps, in a file, of iterations that it has learnt."""
+    spec = ModelSpec.read(MODEL_DIR)
+    predictor = Predictor()
+    for rows, context, tokens in ((32, 32, 0), (512, 512, 0), (512, 2048, 0), (8, 0, 512), (1, 0, 512)):
+        work = IterationWork.of_chunk(range(context - rows, context))
+        if not context:
+            work = IterationWork(rows=rows, read_bytes=rows * tokens * 2048)
+        seconds = 2e-3 + 4e-5 * work.rows + 1.2e-8 * work.pairs + 2.5e-11 * work.read_bytes
+        for _ in range(20):
+            predictor.learn(work, seconds)
+    of = {"config": spec.config, "layers": spec.layers}
+    return {"version": 1, "fingerprint": "", "learnt": predictor.learnt() | {"of": of}}
+
+
+def calibrated(folder: Path, learnt: dict[str, Any]) -> str:
+    (folder / "decode.json").write_text(json.dumps(learnt))
+    device = folder / "device.json"
+    device.write_text('{"name": "ours", "price": 100, "memory_bytes": 16e9, "calibrated": "decode.json"}')
+    return str(device)
+
+
+def test_a_device_takes_what_its_engine_has_learnt(tmp_path: Path, learnt: dict[str, Any]) -> None:
+    predictor, model = Predictor.of(learnt["learnt"]), model_of(str(MODEL_DIR))
+    replica = Replica(model=model, device=cli.device_of(calibrated(tmp_path, learnt)))
+    for first, stop in ((0, 32), (0, 512), (1536, 2048)):
+        chunk = Work(chunk=stop - first, context=stop)
+        expected = predictor.seconds(IterationWork.of_chunk(range(first, stop)))
+        assert replica.iteration_s(chunk) == pytest.approx(expected, rel=0.01)
+    tokens = IterationWork(rows=8, read_bytes=8 * 512 * model.kv_token_bytes)
+    assert replica.token_s(8, 512) == pytest.approx(predictor.seconds(tokens), rel=0.01)
+    larger = replace(model, layers=2 * model.layers, parameters=2 * model.parameters)
+    twice = Replica(model=larger, device=replica.device)
+    assert twice.iteration_s(chunk) == pytest.approx(2 * replica.iteration_s(chunk))
+    assert replica.device.error == predictor.error
+    asked = ["--model", str(MODEL_DIR), "--context", "1K", "--ttft", "1", "--tbt", "0.1", "--device"]
+    assert cli.main([*asked, calibrated(tmp_path, learnt)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda learnt: learnt["learnt"].pop("of"), "name the predictor_file of a prefill"),
+        (lambda learnt: learnt["learnt"]["costs"].pop("pairs"), "knows no chunks of prompts"),
+        (lambda learnt: learnt["learnt"]["of"].update(layers=1), "is of 1 of 2 layers, a stage's"),
+        (lambda learnt: learnt.pop("learnt"), "does not say what iterations take"),
+    ],
+)
+def test_what_was_not_calibrated_is_refused(
+    tmp_path: Path, learnt: dict[str, Any], change: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    other = json.loads(json.dumps(learnt))
+    change(other)
+    with pytest.raises(InvalidInput, match=says):
+        cli.device_of(calibrated(tmp_path, other))
+    (tmp_path / "decode.json").unlink()
+    with pytest.raises(InvalidInput, match="FileNotFoundError"):
+        cli.device_of(str(tmp_path / "device.json"))
+
+
 def test_plans_say_what_bounds_them() -> None:
     plan: Plan = Planner(LLAMA_70B, MARKET).plans(replace(ONE_AT_A_TIME, ttft_s=60, tbt_s=0.03))[0]
     assert min(plan.limits().values()) >= M
-    assert plan.prefilling.prefill.chunk_first in CHUNKS
+    assert LEAST_TOKENS <= plan.prefilling.prefill.chunk_first <= CHUNK_MAX
