@@ -15,6 +15,7 @@ import pytest
 from kvcommons.config import DataPlane
 from kvcommons.engine.calibration import KeptPredictor
 from kvcommons.engine.iteration_costs import IterationCosts, IterationWork
+from kvcommons.engine.kept import Kept
 from kvcommons.engine.predictor import Predictor
 from services.attention_pool.config import AttentionPoolConfig
 from services.attention_pool.service import serve as serve_pool
@@ -41,7 +42,7 @@ def believe(monkeypatch: pytest.MonkeyPatch, **known: float) -> None:
         predictor = Predictor()
         predictor.costs = IterationCosts.of(known)
         predictor.most = IterationWork(**dict.fromkeys(known, 1))
-        return predictor, KeptPredictor(path=Path(), fingerprint="")
+        return predictor, KeptPredictor(kept=Kept(path=Path(), fingerprint=""), model={})
 
     monkeypatch.setattr(decode_service, "calibrated", calibrated)
 
