@@ -27,7 +27,7 @@ from services.kvstore.policies.floors import NO_CEILINGS, NO_FLOORS, Ceilings, F
 from services.kvstore.tier import BlockShape, Slot, Tier
 
 MODELS_MAX = 64
-Stored = tuple[bytes, int, Slot, str]  # id, generation, slot, tenant
+Stored = tuple[bytes, bytes, int, Slot, str]  # id, parent, generation, slot, tenant
 
 
 class Catalog:
@@ -376,12 +376,12 @@ class Catalog:
     def restore(self, shape: BlockShape, blocks: Iterable[Stored], now_s: float) -> None:
         """Blocks found in the index, least recently used first."""
         space = self._admit(shape)
-        for block_id, generation, slot, tenant in blocks:
+        for block_id, parent, generation, slot, tenant in blocks:
             self._tick += 1
             block = Block(space, block_id, generation, tenant)
             block.disk = slot
             space.blocks[block_id] = block
-            space.disk_policy.admit(block_id)
+            space.disk_policy.admit(block_id, parent or None)
             self.disk.used([slot.region], self._tick)
             self.ages.touch([block], now_s)
 

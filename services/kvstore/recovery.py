@@ -112,7 +112,7 @@ def _restore(
     if placed:
         order = [placed[block_id] for block_id in by_worth(block for block, _ in placed.values())]
         found = (
-            (block.block_id, block.generation, Slot(number, block.place), block.tenant)
+            (block.block_id, block.parent, block.generation, Slot(number, block.place), block.tenant)
             for block, number in order
         )
         catalog.restore(shape, found, now_s)

@@ -36,7 +36,8 @@ class Policy(Protocol[K]):
         """
 
     def admit(self, block: K, after: K | None = None) -> None:
-        """The block came into the tier. `after`: the one that it continues, where no run has told or will."""
+        """The block came into the tier. `after`: the one that it continues, which may
+        not be in the tier, where no run has told or will."""
 
     def remove(self, block: K) -> None:
         """The block left the tier, for whatever reason; one that is not in it is ignored."""

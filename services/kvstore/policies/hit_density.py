@@ -153,15 +153,11 @@ class HitDensity(Generic[K]):
             self._comes(run, None)
 
     def admit(self, block: K, after: K | None = None) -> None:
-        node = self._nodes.get(block)
-        if node is None:
-            node = self._nodes[block] = _Node(block)
-            node.epoch = self._epoch
-            parent = self._nodes.get(after) if after is not None else None
-            if parent is not None:
-                self._continue(node, parent)
+        node = self._node(block)
         if node.held:
             return
+        if after is not None and node.parent is None and node.uses < 0:
+            self._continue(node, self._node(after))
         node.held = True
         self._held += 1
         if node.parent is not None:
@@ -169,11 +165,21 @@ class HitDensity(Generic[K]):
             node.parent.children += 1
         self._show(node)
 
+    def _node(self, block: K) -> _Node[K]:
+        node = self._nodes.get(block)
+        if node is None:
+            node = self._nodes[block] = _Node(block)
+            node.epoch = self._epoch
+        return node
+
     def _continue(self, node: _Node[K], parent: _Node[K]) -> None:
-        """A block that no run has named yet, of an answer that is being made: as new as those of the run."""
+        """A block that no run has named yet. Of an answer that is being made, it is as new as those of the
+        run; of those that are found at start nothing else is known."""
         node.parent = parent
+        if parent.uses < 0:
+            return
         node.uses = 0
-        node.kind = parent.kind - 8 * min(max(0, parent.uses), _USES_MAX) - parent.kind % 2
+        node.kind = parent.kind - 8 * min(parent.uses, _USES_MAX) - parent.kind % 2
         self._curve.entered(node.kind, self._epoch, 1)
 
     def remove(self, block: K) -> None:

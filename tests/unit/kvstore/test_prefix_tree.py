@@ -149,6 +149,29 @@ def test_eviction_leaves_no_block_that_nobody_can_reach(tmp_path: Path, restarts
     store.close()
 
 
+def test_a_block_that_is_looked_after_keeps_those_before_it(tmp_path: Path) -> None:
+    """After a restart, while the scrub reads the very block that would go next: what it continues stays, and
+    the end of another prompt goes."""
+    capacity = {"dram_bytes": MIB // 4, "disk_bytes": MIB, "slab_bytes_min": MIB // 4, "scrub_bytes_per_s": 0}
+    store = open_store(tmp_path, **capacity)
+    prompts = fill(store, range(5))
+    store.close()
+    store = open_store(tmp_path, **capacity)
+    space = store._catalog._spaces[SHAPE.model]
+    first = space.disk_policy.victim(lambda block_id: False)
+    assert first is not None
+    space.blocks[first].disk_pins += 1
+    prompts += fill(store, range(5, 6))
+    assert matched(store, [first])
+    for ids in prompts:
+        assert sum(matched(store, [block_id]) for block_id in ids) == matched(store, ids)
+    with store._lock:
+        store._catalog.unpin_disk(space.blocks[first])
+    prompts += fill(store, range(6, 7))
+    assert not matched(store, [first])
+    store.close()
+
+
 class Looked(dict[bytes, object]):
     """Counts what is looked up."""
 
