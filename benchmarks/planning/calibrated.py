@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.offload_plan import model_of_spec
 from benchmarks.rooflines import Device, Efficiency, Model, Work
 from kvcommons.engine.iteration_costs import IterationCosts, IterationWork
+from kvcommons.engine.kept import Kept
 from kvcommons.errors import InvalidInput
 from kvcommons.model.spec import ModelSpec
 
@@ -48,7 +49,7 @@ def calibrated_device(file: Path, fields: Mapping[str, Any]) -> CalibratedDevice
     """Of an engine's `predictor_file`, with what it does not say: a name, a price, memory, and the rate of
     its link. Raises InvalidInput; TypeError for a field that a device does not have."""
     try:
-        learnt = json.loads(file.read_bytes())["learnt"]
+        learnt = Kept.learnt_in(file)
         costs, error, of = IterationCosts.of(learnt["costs"]), float(learnt["error"]), learnt["of"]
         spec, computed = ModelSpec.of(json.loads(of["config"])), int(of["layers"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:

@@ -219,12 +219,9 @@ class Beside:
         return True
 
     def seconds(self, work: IterationWork) -> float:
-        """Of an iteration with these chunks, through all stages."""
-        return self.replica.iteration_s(self.of_chunks(work))
-
-    def of_chunks(self, work: IterationWork) -> Work:
-        """Several are as one that has as many tokens and pairs."""
-        return self.work(work.rows, work.pairs / work.rows + (work.rows - 1) / 2)
+        """Of an iteration with these chunks, through all stages. Several are as one that has as many tokens
+        and pairs."""
+        return self.replica.iteration_s(self.work(work.rows, work.pairs / work.rows + (work.rows - 1) / 2))
 
     def work(self, chunk: float, context: float) -> Work:
         return Work(chunk=chunk, context=context, rows=self.rows, row_context=self.row_context)

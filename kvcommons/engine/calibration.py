@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcommons.backend.choice import kernels_version, processor
 from kvcommons.engine.chunk_rows import ChunkRows
-from kvcommons.engine.core import Core
+from kvcommons.engine.core import Core, on_own_thread
 from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.executor import Composer
 from kvcommons.engine.iteration import Iteration
@@ -85,11 +85,7 @@ class Calibration:
         self._tokens_free = free - free % core.block_tokens
         self._chunks = sorted({min(tokens, chunk_tokens, self._tokens_free) for tokens in _CHUNKS})
         self._batches = _BATCHES if generates else ()
-        self._composer = Composer(
-            core,
-            RemoteAttention(core.layout, core.backend, AttentionBudget(_S)),
-            attend_deadline_s=_S,
-        )
+        self._composer = unsent_composer(core)
 
     def run(
         self,
@@ -134,6 +130,12 @@ class Calibration:
                 yield self._composer.iteration(batch)
             late = UnsentChunk(self._core, range(self._tokens_free - last, self._tokens_free), blocks)
             yield Iteration(self._core, [late])
+
+
+def unsent_composer(core: Core) -> Composer:
+    """Of iterations that ask no other holder."""
+    remote = RemoteAttention(core.layout, core.backend, AttentionBudget(_S))
+    return Composer(core, remote, attend_deadline_s=_S)
 
 
 def unsent_sequences(core: Core, count: int, blocks: list[int]) -> list[Sequence]:
@@ -194,7 +196,6 @@ def calibrated(
     the rest of its iterations."""
 
     def measure(predictor: Predictor) -> None:
-        torch.set_num_threads(settings.threads)
         calibration = Calibration(core, chunk_tokens=chunk_tokens, generates=generates)
         cores = CoreLock(Path(core_lock)) if core_lock else None
         try:
@@ -208,8 +209,6 @@ def calibrated(
     if predictor is None:
         predictor = Predictor()
         if settings.calibrate_s and len(core.layers) == core.info.layers:
-            # On a thread that ends, as in `load_core`.
-            with ThreadPoolExecutor(max_workers=1, thread_name_prefix="calibrate") as thread:
-                thread.submit(measure, predictor).result()
+            on_own_thread("calibrate", settings, partial(measure, predictor))
         kept.write(predictor)
     return predictor, kept

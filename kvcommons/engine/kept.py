@@ -31,6 +31,15 @@ class Kept:
     def of(cls, path: str, *facts: str) -> Kept:
         return cls(path=Path(path), fingerprint=hashlib.blake2b("\n".join(facts).encode()).hexdigest())
 
+    @staticmethod
+    def learnt_in(path: Path) -> Any:
+        """Of whatever facts. Raises OSError; ValueError, KeyError or TypeError for no such file, or one of
+        another version."""
+        kept = json.loads(path.read_bytes())
+        if kept["version"] != _VERSION:
+            raise ValueError(f"it has version {kept['version']}, and {_VERSION} is read")
+        return kept["learnt"]
+
     def read(self, parse: Callable[[Any], T]) -> T | None:
         """None where there is none, or none of these facts."""
         if self.path == Path():

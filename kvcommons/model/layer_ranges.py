@@ -42,9 +42,9 @@ class LayerTimes:
 
     def corrected(self, ranges: Sequence[range], seconds: Sequence[float]) -> LayerTimes:
         """By what each stage of a division took in some iterations: all that a stage has took as much more or
-        less than it was said to. The same where the stages took nothing."""
+        less than it was said to. The same where one of them took nothing: it has not said it."""
         expected = [self.of(layers) for layers in ranges]
-        if not sum(seconds):
+        if not all(seconds):
             return self
         all_of_them = sum(expected) / sum(seconds)
         longer = [took / due * all_of_them for took, due in zip(seconds, expected, strict=True)]

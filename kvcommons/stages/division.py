@@ -108,8 +108,10 @@ def said_by(instances: Iterable[pb.Instance], group: str) -> tuple[int, ...]:
 
 
 async def standing_division(directory: Directory, service: str, shape: StageSettings) -> tuple[int, ...]:
-    """What the stages beside the first one have loaded already; empty where none has, or no ledger says so
-    in time."""
+    """What the stages beside the first one have loaded already; empty where none has, no ledger says so in
+    time, or the settings say it."""
+    if shape.said_layers is not None:
+        return ()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LEDGER_S):
             while not directory.connected:

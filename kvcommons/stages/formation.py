@@ -74,9 +74,10 @@ def members(
         layers, who = share.ranges[number], f"stage {number}" + (f", rank {rank}," if tensor > 1 else "")
         started = known.get((number, rank), [])
         there = [one for one in started if one.load.ready]
-        if not there and any(one.stage.stages != len(share.ranges) for one in started):
+        others = {one.stage.stages for one in started} - {len(share.ranges)}
+        if not there and others:
             return [], (
-                f"{who} of group {share.group!r} is started as one of {started[0].stage.stages} stages, and "
+                f"{who} of group {share.group!r} is started as one of {max(others)} stages, and "
                 f"{len(share.ranges)} are due: start all with the same stages"
             )
         if not there:

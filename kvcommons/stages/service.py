@@ -164,7 +164,7 @@ async def serve_stage(
             division = await _unless_stopped(process, waits)
         if division is None:
             return
-        share = share_from(division)
+        share = await asyncio.to_thread(share_from, division)  # a model that is not here is fetched
         core, ranks = await asyncio.to_thread(load_share, engine, share, process.dialer())
         parts = StageParts(
             core,

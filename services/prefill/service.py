@@ -202,9 +202,7 @@ async def serve(config: PrefillConfig, process: Process) -> None:
     if config.shape.members > 1:
         directory.start()
     try:
-        others: tuple[int, ...] = ()
-        if config.shape.said_layers is None:
-            others = await standing_division(directory, "prefill", config.shape)
+        others = await standing_division(directory, "prefill", config.shape)
         share = await asyncio.to_thread(stage_share, config, others)
         heartbeat.beat_now()  # the other stages load theirs meanwhile
         core, ranks = await asyncio.to_thread(load_share, config.engine, share, process.dialer())

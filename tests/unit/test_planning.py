@@ -349,6 +349,7 @@ def test_a_device_takes_what_its_engine_has_learnt(tmp_path: Path, learnt: dict[
         (lambda learnt: learnt["learnt"]["costs"].pop("pairs"), "knows no chunks of prompts"),
         (lambda learnt: learnt["learnt"]["of"].update(layers=1), "is of 1 of 2 layers, a stage's"),
         (lambda learnt: learnt.pop("learnt"), "does not say what iterations take"),
+        (lambda learnt: learnt.update(version=0), "it has version 0"),
     ],
 )
 def test_what_was_not_calibrated_is_refused(

@@ -186,7 +186,8 @@ def test_what_stages_took_says_how_to_divide_better() -> None:
     assert [times.of(layers) for layers in uneven] == pytest.approx([3.2, 3.2, 3.2, 6.4])
     nearly = alike.corrected(uneven, [4.0, 4.0, 4.0, 4.1])
     assert nearly.gain(uneven, nearly.divide(4)) == pytest.approx(0.0)
-    assert alike.corrected(uneven, [0.0] * 4) == alike
+    for unknown in ([0.0] * 4, [1.0, 2.0, 3.0, 0.0]):
+        assert alike.corrected(uneven, unknown) == alike
 
 
 def test_a_correction_has_the_embedding_and_the_head_with_it() -> None:

@@ -35,11 +35,12 @@ def counts(divided: LayerDivision) -> list[int]:
     return [len(layers) for layers in divided.ranges]
 
 
-@pytest.mark.parametrize("generates", [False, True])
+@pytest.mark.parametrize(("rows", "generates"), [(8, False), (8, True), (4096, False)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_each_kind_of_layer_is_measured(tmp_path: Path, generates: bool, ranks: int) -> None:
+def test_each_kind_of_layer_is_measured(tmp_path: Path, rows: int, generates: bool, ranks: int) -> None:
+    """Also for chunks that are longer than the context."""
     folder = reference_folders.write(tmp_path, "llama", layers=5)
-    work = StageWork(rows=8, generates=generates)
+    work = StageWork(rows=rows, generates=generates)
     times = measured_times(settings(folder), ModelSpec.read(folder), TensorRank(ranks=ranks), work)
     assert len(times.layers) == 5
     assert min(times.layers) > 0
