@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from kvcommons.model.prompt_logprobs import TOP_MAX
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.rblock.identity import SALT_BYTES, IdentityChain, reusable_blocks
+from kvcommons.token_ids import unpacked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,7 @@ class Request:
     session_id: str
     tenant: str
     salt: bytes
-    tokens: tuple[int, ...]  # prompt, and what was generated before a resumption
+    tokens: Sequence[int]  # prompt, and what was generated before a resumption
     prompt_tokens: int
     max_position: int = 0  # 0: the sequence is handed over with its first token
     sampling: SamplingParams
@@ -44,11 +46,14 @@ class Request:
     def of(cls, job: pb.Job, model: pb.ModelInfo) -> Request:
         """Of the call under way. Raises InvalidInput, ContextLengthExceeded or ModelNotFound for what an
         instance of this model cannot compute."""
-        tokens = job.tokens
         if job.model != model.fingerprint:
             raise ModelNotFound("this instance serves another model than the one asked for", param="model")
         if len(job.salt) != SALT_BYTES:
             raise InvalidInput(f"salt must have {SALT_BYTES} bytes, not {len(job.salt)}", param="salt")
+        try:
+            tokens = unpacked(job.tokens)
+        except ValueError as error:
+            raise InvalidInput(f"tokens: {error}", param="tokens") from error
         if not tokens:
             raise InvalidInput("a prompt needs at least one token", param="tokens")
         if len(tokens) > model.context_window:
@@ -57,12 +62,10 @@ class Request:
                 "shorten the prompt",
                 param="tokens",
             )
-        ids = np.array(
-            tokens, dtype=np.uint32
-        )  # a document has a million, and Python goes through them slowly
-        if ids.max() >= model.vocab_size:
+        largest = int(np.frombuffer(tokens, dtype=np.uint32).max())
+        if largest >= model.vocab_size:
             raise InvalidInput(
-                f"token {ids.max()} is not in the vocabulary of {model.vocab_size}", param="tokens"
+                f"token {largest} is not in the vocabulary of {model.vocab_size}", param="tokens"
             )
         if len(job.prediction) > model.context_window:
             raise InvalidInput(
@@ -96,7 +99,7 @@ class Request:
             session_id=job.session_id,
             tenant=job.tenant,
             salt=job.salt,
-            tokens=tuple(ids.tolist()),
+            tokens=tokens,
             prompt_tokens=job.prompt_tokens,
             max_position=job.max_position,
             sampling=SamplingParams.of(job.sampling),

@@ -20,6 +20,7 @@ from kvcommons.pb import common_pb2 as pb
 from kvcommons.placement.base import Next, Placement
 from kvcommons.placement.fixed import Overflow
 from kvcommons.rblock.identity import IdentityChain
+from kvcommons.token_ids import token_array
 
 P = ParamSpec("P")
 
@@ -91,7 +92,7 @@ class Sequence:
     block_tokens: int
     chain: IdentityChain
     runs: list[Run] = field(default_factory=list)
-    tokens: list[int] = field(init=False)
+    tokens: array[int] = field(init=False)
     computed: int = 0
     generated: dict[int, int] = field(init=False)  # token to count, for penalties
     seen: dict[int, None] = field(init=False)  # each token once, for a repetition penalty; else empty
@@ -104,7 +105,7 @@ class Sequence:
     reported_borrowed: dict[str, int] = field(default_factory=dict)  # blocks by their holder's data address
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.tokens)
+        self.tokens = token_array(self.request.tokens)
         self.generated = dict(Counter(self.tokens[self.request.prompt_tokens :]))
         self.seen = dict.fromkeys(self.tokens) if self.request.sampling.penalises_repetition else {}
 

@@ -555,6 +555,8 @@ class Job(_message.Message):
     """the tenant's key for block identities"""
     model: _builtins.bytes
     """its fingerprint"""
+    tokens: _builtins.bytes
+    """prompt, and what was already generated when a turn is resumed: u32 little-endian each"""
     prompt_tokens: _builtins.int
     """boundary for penalties: tokens after it were generated"""
     max_position: _builtins.int
@@ -567,10 +569,6 @@ class Job(_message.Message):
     """between the sequence's tokens; 0: as the instance's settings have it"""
     prompt_logprobs: _builtins.int
     """of the prompt's own tokens they are wanted, with so many alternatives each: all"""
-    @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """prompt, and what was already generated when a turn is resumed"""
-
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
@@ -593,7 +591,7 @@ class Job(_message.Message):
         tenant: _builtins.str = ...,
         salt: _builtins.bytes = ...,
         model: _builtins.bytes = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _builtins.bytes = ...,
         prompt_tokens: _builtins.int = ...,
         max_position: _builtins.int = ...,
         sampling: Global___Sampling | None = ...,

@@ -13,16 +13,14 @@ After a truncation the parent is the truncation's own identity (`truncation_id`)
 from __future__ import annotations
 
 import struct
-import sys
-from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+
+from kvcommons.token_ids import TOKEN_BYTES, packed
 
 LAYOUT_VERSION = 1
 ID_BYTES = 32
 SALT_BYTES = 32
-
-_TOKEN_BYTES = 4
 
 
 def tenant_salt(secret: bytes, tenant: str) -> bytes:
@@ -45,7 +43,7 @@ def block_id(salt: bytes, model: bytes, parent: bytes, tokens: Sequence[int]) ->
         raise ValueError(f"a parent identity has 0 or {ID_BYTES} bytes, not {len(parent)}")
     digest = _before_parent(salt, model, len(parent))
     digest.update(parent)
-    digest.update(_packed(tokens))
+    digest.update(packed(tokens))
     return digest.digest()
 
 
@@ -58,17 +56,6 @@ def _before_parent(salt: bytes, model: bytes, parent_bytes: int) -> blake2b:
     digest.update(model)
     digest.update(struct.pack("<II", LAYOUT_VERSION, parent_bytes))
     return digest
-
-
-def _packed(tokens: Sequence[int]) -> bytes:
-    try:
-        packed = array("I", tokens)
-    except OverflowError as error:
-        raise ValueError("a token id does not fit 32 bits") from error
-    assert packed.itemsize == _TOKEN_BYTES
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
 
 
 def truncation_id(
@@ -118,7 +105,7 @@ class IdentityChain:
     @property
     def tokens(self) -> int:
         """Tokens seen so far, those of the unfinished block included."""
-        return len(self.ids) * self._block_tokens + len(self._tail) // _TOKEN_BYTES
+        return len(self.ids) * self._block_tokens + len(self._tail) // TOKEN_BYTES
 
     @property
     def parent(self) -> bytes:
@@ -136,9 +123,9 @@ class IdentityChain:
 
     def extend(self, tokens: Sequence[int]) -> list[bytes]:
         """Appends tokens; the identities of the blocks that they complete."""
-        pending = memoryview(self._tail + _packed(tokens))
+        pending = memoryview(self._tail + packed(tokens))
         first_new = len(self.ids)
-        size = self._block_tokens * _TOKEN_BYTES
+        size = self._block_tokens * TOKEN_BYTES
         full = len(pending) // size * size
         for start in range(0, full, size):
             self._parent = self._id_of(pending[start : start + size])

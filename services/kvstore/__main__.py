@@ -271,6 +271,7 @@ def _open_blocks(folder: DataFolder, config: KVStoreConfig, reserve: DiskReserve
 def _blocks(folder: DataFolder, config: KVStoreConfig, reserve: DiskReserve) -> BlockStore:
     settings = BlockStoreSettings(
         dram_bytes=config.dram_bytes,
+        touch_memory=config.touch_memory,
         disk_bytes=config.disk_bytes,
         policy=config.policy,
         dram_buffer=config.dram_buffer,

@@ -20,14 +20,23 @@ class Arena:
 
     def __init__(self) -> None:
         self._memory: dict[int, tuple[memoryview, int, int]] = {}  # and the bytes of a slot and of an object
+        self._touched: list[memoryview] = []  # of regions to come
+
+    def touch(self, regions: int, region_bytes: int) -> None:
+        """Has the system give the memory of so many regions now. One that is larger, or comes after them, is
+        given its memory as it is used. Raises OSError (out of memory)."""
+        for _ in range(regions):
+            area = _mapped(region_bytes)
+            for offset in range(0, region_bytes, mmap.PAGESIZE):
+                area[offset] = 0
+            self._touched.append(area)
 
     def create(self, number: int, shape: BlockShape, slots: int) -> None:
         """Maps a region. Raises OSError (out of memory)."""
-        # Private: shared anonymous memory, mmap's default, gets huge pages on few systems.
-        area = mmap.mmap(-1, slots * shape.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            area.madvise(mmap.MADV_HUGEPAGE)
-        self._memory[number] = (memoryview(area), shape.slot_bytes, shape.object_bytes)
+        size = slots * shape.slot_bytes
+        is_touched = self._touched and size <= len(self._touched[-1])
+        area = self._touched.pop() if is_touched else _mapped(size)
+        self._memory[number] = (area, shape.slot_bytes, shape.object_bytes)
 
     def remove(self, number: int) -> None:
         """Forgets a region; its memory goes back to the system when the last view of it is gone."""
@@ -49,3 +58,11 @@ class Arena:
         memory, slot_bytes, object_bytes = self._memory[slot.region]
         start = slot.place * slot_bytes
         return memory[start + layers.start * object_bytes : start + layers.stop * object_bytes]
+
+
+def _mapped(size: int) -> memoryview:
+    # Private: shared anonymous memory, mmap's default, gets huge pages on few systems.
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(area)

@@ -51,6 +51,7 @@ class BlockStoreSettings:
     disk_bytes: int
     policy: str = DEFAULT
     dram_buffer: float = 0.0  # share of DRAM that is kept free
+    touch_memory: bool = False  # whether the system gives all of DRAM at the start, or as it is used
     block_ttl_s: float = 0.0  # blocks that nobody uses for so long go; 0: when their room is wanted
     floors: Floors = Floors()  # noqa: RUF009 (frozen)
     ceilings: Ceilings = NO_CEILINGS
@@ -72,14 +73,17 @@ class BlockStore:
 
     def __init__(self, medium: Medium, settings: BlockStoreSettings, clock: Clock | None = None) -> None:
         """Opens what is on disk. Raises UnknownFormat, StoreUnavailable, InvalidInput."""
+        region_bytes = max(settings.region_bytes_min, settings.dram_bytes // _REGIONS)
         self.arena = Arena()
+        if settings.touch_memory:
+            self.arena.touch(settings.dram_bytes // region_bytes, region_bytes)
         self._settings = settings
         self._clock = clock or SystemClock()
         chosen = policy_entry(settings.policy)
         self._slabs = SlabFiles(medium.disk)
         self._index = BlockIndex(medium.index)
         self._catalog = Catalog(
-            dram=Tier(settings.dram_bytes, max(settings.region_bytes_min, settings.dram_bytes // _REGIONS)),
+            dram=Tier(settings.dram_bytes, region_bytes),
             disk=Tier(
                 settings.disk_bytes,
                 min(_SLAB_BYTES_MAX, max(settings.slab_bytes_min, settings.disk_bytes // _SLABS)),

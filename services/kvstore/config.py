@@ -25,6 +25,8 @@ class KVStoreConfig:
     dram_bytes: Annotated[int, Ge(1 << 20)] = (
         1 << 30
     )  # of blocks in memory; the process takes up to 200 MB beside them
+    # Whether all of `dram_bytes` is taken from the system at the start; else it is as it is used.
+    touch_memory: bool = False
     disk_bytes: Annotated[int, Ge(0)] = 16 << 30  # of slab files at most; they grow as blocks come
     # Left free on the disk, for sessions and for others: KV stops growing there, and gives room back below
     # it. At most a quarter of the file system.

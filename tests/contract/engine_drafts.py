@@ -22,7 +22,7 @@ def foreseen(texts: Sequence[Sequence[int]], wrong: float, most: int = MOST) -> 
     draw = random.Random(3)
 
     def next_(self: Any, count: int) -> tuple[list[int], list[float]]:
-        tokens = self._sequence.tokens
+        tokens = self._sequence.tokens.tolist()
         for text in texts:
             if len(tokens) < len(text) and list(text[: len(tokens)]) == tokens:
                 coming = text[len(tokens) : len(tokens) + most]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import subprocess
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2, decode_pb2, prefill_pb2
+from kvcommons.token_ids import packed, unpacked
 from tests.exactness import assert_greedy, evident, logits_of
 from tests.machine import scaled
 
@@ -97,7 +99,7 @@ class Reference:
 
 def prefill_request(model: bytes, tokens: Sequence[int], **changes: Any) -> prefill_pb2.PrefillRequest:
     known: dict[str, Any] = {
-        "request_id": "r", "tenant": "t", "salt": SALT, "model": model, "tokens": tokens,
+        "request_id": "r", "tenant": "t", "salt": SALT, "model": model, "tokens": packed(tokens),
         "prompt_tokens": len(tokens), "sampling": common_pb2.Sampling(temperature=0.0, top_p=1.0),
     }  # fmt: skip
     of_request = {name: changes.pop(name) for name in ("targets", "push_from_block") if name in changes}
@@ -129,6 +131,11 @@ class Turn:
     missing: list[int] = field(default_factory=list)
     borrowed: list[dict[str, int]] = field(default_factory=list)  # as it was told, one after another
     finished: decode_pb2.Finished | None = None
+
+    @property
+    def prompt(self) -> array[int]:
+        """The request's tokens."""
+        return unpacked(self.request.job.tokens)
 
     async def run(self) -> Turn:
         computing: asyncio.Task[None] | None = None
@@ -189,7 +196,7 @@ class Turn:
     def _take(self, tokens: Sequence[common_pb2.SampledToken]) -> None:
         """Tokens are told by their position: one heard twice has to be the same."""
         for token in tokens:
-            index = token.position - len(self.request.job.tokens)
+            index = token.position - len(self.prompt)
             if index < len(self.tokens):
                 assert self.tokens[index] == token.token
             else:
@@ -205,7 +212,7 @@ def _failed(task: asyncio.Task[None]) -> bool:
 def turn(prefill: Any, decode: Any, model: bytes, tokens: Sequence[int], new: int, **changes: Any) -> Turn:
     """A greedy turn that ends with `length` after `new` tokens, unless `changes` say otherwise."""
     known: dict[str, Any] = {
-        "request_id": "r", "tenant": "t", "salt": SALT, "model": model, "tokens": tokens,
+        "request_id": "r", "tenant": "t", "salt": SALT, "model": model, "tokens": packed(tokens),
         "prompt_tokens": len(tokens), "max_position": len(tokens) + new,
         "sampling": common_pb2.Sampling(temperature=0.0, top_p=1.0),
     }  # fmt: skip

@@ -24,7 +24,19 @@ from kvcommons.pb import (
 )
 from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.telemetry import Telemetry
+from kvcommons.token_ids import unpacked
 from tests.machine import scaled
+
+
+class AskedJob:
+    """A job as a pair was asked for it, its tokens one by one."""
+
+    def __init__(self, job: pb.Job) -> None:
+        self._job = job
+        self.tokens = unpacked(job.tokens).tolist()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job, name)
 
 
 @dataclass
@@ -99,13 +111,14 @@ class Script:
 class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.jobs: list[pb.Job] = []
+        self.jobs: list[AskedJob] = []
         self.running = 0
 
     async def Generate(
         self, request: decode_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[decode_pb2.GenerateEvent]:
-        self.jobs.append(request.job)
+        job = AskedJob(request.job)
+        self.jobs.append(job)
         if self.script.reserve_errors > 0 and self.script.reserve_error is not None:
             self.script.reserve_errors -= 1
             raise self.script.reserve_error
@@ -124,13 +137,13 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
                 missing = decode_pb2.Missing(push_from_block=started.push_from_block)
                 yield decode_pb2.GenerateEvent(missing=missing)
             await started.first.wait()
-            async for event in self._tokens(request.job):
+            async for event in self._tokens(job):
                 yield event
         finally:
             started.ended.set()
             self.running -= 1
 
-    async def _tokens(self, job: pb.Job) -> AsyncIterator[decode_pb2.GenerateEvent]:
+    async def _tokens(self, job: AskedJob) -> AsyncIterator[decode_pb2.GenerateEvent]:
         for position in itertools.count(len(job.tokens)):
             index = position - job.prompt_tokens
             if index in self.script.fail_at:
@@ -159,13 +172,14 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
         self.running = 0
 
     @property
-    def jobs(self) -> list[pb.Job]:
-        return [request.job for request in self.requests]
+    def jobs(self) -> list[AskedJob]:
+        return [AskedJob(request.job) for request in self.requests]
 
     async def Compute(
         self, request: prefill_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         self.requests.append(request)
+        job = AskedJob(request.job)
         delay_s = self.script.delay_s  # as it is when the request is there: a test may change it for the next
         # Without targets nobody goes on from the prompt.
         started = Started(push_from_block=0)
@@ -177,14 +191,14 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
             yield prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted(queued_us=1))
             await asyncio.sleep(delay_s)
             asked = request.job.HasField("prompt_logprobs")
-            logprobs = self.script.prompt_logprobs(request.job) if asked else []
+            logprobs = self.script.prompt_logprobs(job) if asked else []
             for message in logprobs[:1]:
                 yield prefill_pb2.PrefillEvent(logprobs=message)
             if self.script.prefill_fails:
                 raise self.script.prefill_fails.pop(0)
             for message in logprobs[1:]:
                 yield prefill_pb2.PrefillEvent(logprobs=message)
-            token = self.script.token(request.job, len(request.job.tokens))
+            token = self.script.token(job, len(job.tokens))
             if request.push_from_block <= started.push_from_block:
                 started.first.set()
             if self.script.tells == "last":

@@ -17,6 +17,7 @@ from kvcommons.grammar import compiled, sources
 from kvcommons.model.synthetic import write_random_folder
 from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb import common_pb2, prefill_pb2
+from kvcommons.token_ids import packed
 from tests.contract.engine_drafts import foreseen, outcome
 from tests.contract.engine_stack import Stack, scale_calls
 from tests.contract.engine_turns import Reference, Turn, compute, prompt, turn
@@ -97,7 +98,7 @@ async def test_answers_keep_to_it_wherever_they_are_sampled(engines: Stack) -> N
     for heard in (1, len(made[0].tokens) // 2, len(made[0].tokens) - 1):
         for pair in ((prefill, decode), (None, local), (staged_prefill, staged)):
             again = turns(*pair, engines, 1)[0]
-            again.request.job.tokens.extend(made[0].tokens[:heard])
+            again.request.job.tokens += packed(made[0].tokens[:heard])
             await again.run()
             assert made[0].tokens[:heard] + again.tokens == made[0].tokens
 
@@ -120,7 +121,7 @@ async def test_drafts_keep_to_a_grammar(engines: Stack) -> None:
     prefill, plain = await engines.prefill(), await engines.decode("plain", max_draft_tokens=0)
     decode = await engines.decode(max_draft_tokens=6)
     expected = await asyncio.gather(*(one.run() for one in turns(prefill, plain, engines)))
-    texts = [[*one.request.job.tokens, *one.tokens] for one in expected]
+    texts = [[*one.prompt, *one.tokens] for one in expected]
     for wrong in (None, 0.0, 0.3):
         with foreseen(texts, wrong) if wrong is not None else nullcontext():
             made = await asyncio.gather(*(one.run() for one in turns(prefill, decode, engines)))
@@ -160,13 +161,13 @@ async def test_a_first_token_that_its_grammar_has_not_is_prefills_error(engines:
     """What was generated before does not keep to it, so nothing can follow; in stages, too."""
     await engines.lenders()
     broken = turns(None, None, engines, 1)[0].request.job
-    broken.tokens.append(5)
+    broken.tokens += packed([5])
     for prefill in (await engines.prefill(), await engines.staged(2, "p2")):
         with pytest.raises(Internal, match="does not keep to its grammar"):
             await compute(prefill, prefill_pb2.PrefillRequest(job=broken))
     local = await engines.decode(max_local_prefill_tokens=ALL)
     one = turns(None, local, engines, 1)[0]
-    one.request.job.tokens.append(5)
+    one.request.job.tokens += packed([5])
     await refused(one, Internal, "does not keep to its grammar")
     await engines.idle("decode")
 

@@ -119,14 +119,14 @@ def asked(
 
 def going_on(engines: Stack, prefill: Any, decode: Any, before: Turn, **changes: Any) -> Turn:
     """The turn after this one: what was asked and answered is its prompt."""
-    tokens = [*before.request.job.tokens, *before.tokens]
+    tokens = [*before.prompt, *before.tokens]
     return turn(prefill, decode, engines.model, tokens, ANSWER, sampling=GREEDY, **changes)
 
 
 def assert_exact(engines: Stack, *turns: Turn) -> None:
     """All of an answer's tokens are those of transformers, and so are their log-probabilities."""
     for one in turns:
-        tokens = list(one.request.job.tokens)
+        tokens = list(one.prompt)
         assert len(tokens) + len(one.tokens) == one.request.job.max_position
         engines.reference.assert_greedy(tokens, one.tokens)
         expected = engines.reference.logprobs(tokens, one.tokens)
@@ -157,14 +157,14 @@ async def saved(engines: Stack, store: BlocksStub, prefill: Any, decode: Any, nu
     one = asked(engines, prefill, decode, number, history=engines.history(0))
     await one.run()
     assert_exact(engines, one)
-    tokens = [*one.request.job.tokens, *one.tokens][: full_blocks(one) * BLOCK]
+    tokens = [*one.prompt, *one.tokens][: full_blocks(one) * BLOCK]
     assert await stored(engines, store, tokens) == full_blocks(one)
     return one
 
 
 def full_blocks(one: Turn) -> int:
     """After its last token, which has no KV."""
-    return (len(one.request.job.tokens) + len(one.tokens) - 1) // BLOCK
+    return (len(one.prompt) + len(one.tokens) - 1) // BLOCK
 
 
 async def loaded(engines: Stack, prefill: Any, decode: Any, before: Turn) -> Turn:
@@ -397,7 +397,7 @@ async def test_drafts_right_and_wrong_change_no_token(engines: Stack) -> None:
     prefill, plain = await engines.prefill(), await engines.decode("plain", max_draft_tokens=0)
     decode = await engines.decode(max_draft_tokens=MOST)
     without = await asked(engines, prefill, plain).run()
-    text = [*without.request.job.tokens, *without.tokens]
+    text = [*without.prompt, *without.tokens]
     for wrong in (0.0, 0.3, 1.0):
         one = asked(engines, prefill, decode)
         with foreseen([text], wrong=wrong), counted() as rows:

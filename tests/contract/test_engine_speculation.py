@@ -11,6 +11,7 @@ import pytest
 from kvcommons.engine.drafts import speculation
 from kvcommons.errors import CapacityExhausted
 from kvcommons.pb import common_pb2
+from kvcommons.token_ids import packed
 from services.router.sessions.truncation import Context
 from tests.contract.engine_drafts import MOST, counted, foreseen, outcome
 from tests.contract.engine_stack import BLOCK, SlowIterations, Stack
@@ -80,7 +81,7 @@ async def test_tokens_are_those_without_drafts(engines: Stack, name: str) -> Non
         return made
 
     expected = [await one.run() for one in turns(plain)]
-    texts = [[*one.request.job.tokens, *one.tokens] for one in expected]
+    texts = [[*one.prompt, *one.tokens] for one in expected]
     for wrong in (None, 0.0, 0.3):
         made = turns(drafting)
         if wrong is None:  # drafts as they are found
@@ -96,7 +97,7 @@ async def test_tokens_are_those_without_drafts(engines: Stack, name: str) -> Non
     assert outcome(engines)[0] > 100
     for cut in (1, 23, 59):
         resumed = turns(drafting)[0]
-        resumed.request.job.tokens.extend(expected[0].tokens[:cut])
+        resumed.request.job.tokens += packed(expected[0].tokens[:cut])
         with foreseen(texts, wrong=0.3):
             assert (await resumed.run()).tokens == expected[0].tokens[cut:]
     await engines.idle("decode")

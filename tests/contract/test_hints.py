@@ -13,6 +13,7 @@ from kvcommons.errors import InvalidInput
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import ledger_pb2
 from kvcommons.rblock.identity import IdentityChain, tenant_salt
+from kvcommons.token_ids import unpacked
 from services.kvstore.tier import BlockShape
 from services.router.http.tenants import LOCAL_TENANT
 from tests.contract.kvstore_process import KvstoreProcess
@@ -216,7 +217,7 @@ async def test_what_is_computed_of_a_document_stays_while_others_come_and_go(soc
         await eventually(lambda: len(parts) == 1)
         served.script.delay_s = 60.0  # of its second part
         await eventually(lambda: len(parts) == 2)
-        computed, alike = ids_of(list(parts[0].job.tokens)), block_ids(64)
+        computed, alike = ids_of(unpacked(parts[0].job.tokens)), block_ids(64)
         assert len(computed) == len(alike)
         await asyncio.to_thread(keep, computed)
         await asyncio.to_thread(keep, alike)

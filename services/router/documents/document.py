@@ -23,6 +23,7 @@ from kvcommons.pb import common_pb2
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import reusable_blocks
+from kvcommons.token_ids import token_array
 from services.router.admission.queue import Prefix
 from services.router.admission.scheduling import DOCUMENT_PATIENCE_S, Promise
 from services.router.answer.text import AnswerText
@@ -88,7 +89,7 @@ class Document:
         self._context = Context(
             salt=tenant.salt,
             model=model,
-            tokens=[*session.tokens, *new_tokens],
+            tokens=session.tokens + token_array(new_tokens),
             truncations=session.truncations,
             known_ids=session.record.block_ids,
         )

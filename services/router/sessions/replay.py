@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from kvcommons.pb import common_pb2, prefill_pb2
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.ledger_pb2 import Instance
+from kvcommons.token_ids import packed
 from services.router.fleet.fleet import Fleet
 from services.router.fleet.stored import stored_blocks
 from services.router.sessions.truncation import Context, Excerpt, replay_costs
@@ -56,7 +57,7 @@ async def replay(
             tenant=turn.tenant,
             salt=turn.salt,
             model=turn.model,
-            tokens=excerpt.tokens,
+            tokens=packed(excerpt.tokens),
             prompt_tokens=len(excerpt.tokens),
             sampling=common_pb2.Sampling(temperature=0.0, top_p=1.0),
             history=turn.history,

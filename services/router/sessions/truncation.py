@@ -10,6 +10,7 @@ then was computed anew, as a plain prompt, and excerpts are counted from there.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from kvcommons.pb import common_pb2
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import IdentityChain, block_id, reusable_blocks
+from kvcommons.token_ids import token_array
 
 # An answer whose length the request does not bound is expected to need this share of the window.
 _ANSWER_SHARE = 8
@@ -102,9 +104,10 @@ class Context:
         head = truncations[-1].head_tokens if truncations else 0
         gone = sum(one.dropped_tokens for one in truncations[:plain])
         self._known_ids = known_ids if not truncations else ()
-        self.excerpts = self._excerpts([*tokens[:head], *tokens[head + gone :]], gone, truncations[plain:])
+        whole = token_array(tokens)
+        self.excerpts = self._excerpts(whole[:head] + whole[head + gone :], gone, truncations[plain:])
 
-    def _excerpts(self, tokens: list[int], gone: int, truncations: Sequence[Truncation]) -> list[Excerpt]:
+    def _excerpts(self, tokens: array[int], gone: int, truncations: Sequence[Truncation]) -> list[Excerpt]:
         """`tokens` are those of the session but for `gone` ones, whose KV nobody needs any more."""
         size = self._model.block_tokens
         first = block_id(self._salt, self._model.fingerprint, b"", tokens[:size])
@@ -126,7 +129,7 @@ class Context:
             end = starts[number + 1] if number + 1 < len(starts) else len(tokens)
             excerpts.append(
                 Excerpt(
-                    tokens=[*tokens[:head], *tokens[rest:end]],
+                    tokens=tokens[:head] + tokens[rest:end],
                     ids=[*chain.ids[: head // size], *chain.ids[rest // size : end // size]],
                     head_tokens=head,
                     dropped_tokens=dropped[number],

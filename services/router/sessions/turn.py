@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
 from kvcommons.errors import Conflict, KVCommonsError, NotFound
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb.common_pb2 import ModelInfo
+from kvcommons.token_ids import token_array
 from services.router.sessions.conversation import Message
 from services.router.sessions.copies import RecordCopies, grown
 from services.router.sessions.store import SessionStore
@@ -81,9 +83,9 @@ class SessionTurn:
         return cls(store, copies, request, reply, record)
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self) -> array[int]:
         """The stored ones."""
-        return self.record.tokens[:]  # a third of what list() takes, which asks for one after another
+        return token_array(self.record.tokens[:])  # as a list in between: it asks for one after another else
 
     @property
     def messages(self) -> list[Message]:

@@ -15,6 +15,7 @@ from kvcommons.errors import METADATA_KEY, Internal, KVCommonsError, Overloaded,
 from kvcommons.pb import common_pb2, decode_pb2, kvstore_pb2, prefill_pb2
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import IdentityChain, reusable_blocks
+from kvcommons.token_ids import packed
 from services.router.capacity.occupancy import Reservation
 from services.router.capacity.queue import Ticket
 from services.router.capacity.queues import CapacityQueues
@@ -83,8 +84,7 @@ class Attempt:
         self._number = choice.attempt
         self._id = f"{request.turn_id}-{choice.index}-{choice.attempt}"  # unique: of this attempt alone
         self._choice = choice
-        # Packed once for all calls: of a long history that takes as long as to send it.
-        self._tokens = common_pb2.Job(tokens=choice.tokens).tokens
+        self._tokens = choice.tokens
         self._block_ids = block_ids[: reusable_blocks(len(self._tokens), request.model.block_tokens)]
         shares = request.reuse and not choice.lacks_prompt_logprobs
         self._prefix = self._block_ids if shares else ()  # what it may share with others
@@ -295,7 +295,7 @@ class Attempt:
             tenant=self._request.tenant,
             salt=self._request.salt,
             model=self._request.model.fingerprint,
-            tokens=self._tokens,
+            tokens=packed(self._tokens),
             prompt_tokens=len(self._choice.prompt),
             # Decode samples one token at least: of an answer of none nobody sees it.
             max_position=max(self._choice.max_position, len(self._tokens) + 1),

@@ -12,6 +12,7 @@ is held as long as a silent stream is waited for, for it would otherwise come wi
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -31,6 +32,7 @@ from kvcommons.errors import (
     Unprocessable,
 )
 from kvcommons.pb import common_pb2 as pb
+from kvcommons.token_ids import token_array
 from services.router.answer.parts import Part, joined
 from services.router.answer.text import AnswerText, Piece, Shown
 from services.router.turn import events as ev
@@ -167,9 +169,11 @@ class Choice:
         self._strikes = 0
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self) -> array[int]:
         """Prompt and what was generated: what the next attempt computes."""
-        return [*self.prompt, *self.answer.tokens]
+        tokens = token_array(self.prompt)
+        tokens.extend(self.answer.tokens)
+        return tokens
 
     @property
     def generates(self) -> bool:

@@ -174,18 +174,18 @@ class RequestLifecycle:
     async def _commit(self, session: SessionTurn) -> None:
         assert self.plan.context is not None
         choice = self.plan.turn.choices[0]
-        tokens = [*choice.prompt, *choice.answer.kept]  # of the context
-        kept = len(session.record.tokens) - self.plan.context.dropped_tokens
+        kept = len(session.record.tokens) - self.plan.context.dropped_tokens  # of the context
+        length = len(choice.prompt) + len(choice.answer.kept)
         chain = self.plan.context.chain()
         chain.extend(choice.answer.kept)
         config, clock = self._serving.config, self._serving.clock
         begun_s = clock()
         await session.commit(
             model=self.plan.model,
-            new_tokens=tokens[kept:],
+            new_tokens=[*choice.prompt[kept:], *choice.answer.kept],
             new_messages=[*self.plan.new_messages, choice.answer.parts.message()],
             tools="" if session.record.version else self.plan.tools.record,
-            block_ids=chain.ids[: reusable_blocks(len(tokens), self.plan.model.block_tokens)],
+            block_ids=chain.ids[: reusable_blocks(length, self.plan.model.block_tokens)],
             new_truncations=[self.plan.truncation] if self.plan.truncation is not None else [],
             # Without reuse nothing is saved either: there is nothing to wait for.
             durable_wait_ms=0 if self.plan.request.reuse is False else config.durable_wait_ms,

@@ -7,6 +7,7 @@ import asyncio
 import math
 import secrets
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from kvcommons.homes import session_key
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.kvstore_pb2 import SessionRecord
 from kvcommons.rblock.identity import IdentityChain, reusable_blocks
+from kvcommons.token_ids import token_array
 from services.router.admission.classes import ServiceClass
 from services.router.admission.queue import NO_PREFIX, Prefix
 from services.router.admission.quotas import TokenReservation
@@ -122,7 +124,7 @@ class RequestPlan:
         given = list(self.volatile.messages)
         self.model = self._serving.fleet.model(request.model)
         history: list[Message] = []
-        tokens: list[int] = []
+        tokens = token_array()
         kept_tools: str | None = None
         if named is not None:
             self.session = await self._begin(named, request, given, branches=branches, whole=whole)
@@ -170,9 +172,9 @@ class RequestPlan:
             )
         if self.session is not None:
             self.context = await self._context(self.session, request, tokens, new)
-            self._plan(request, [list(self.context.now.tokens)])
+            self._plan(request, [self.context.now.tokens])
         else:
-            self._plan(request, [[*tokens, *new]])
+            self._plan(request, [new])
         await self._classify()
 
     async def _answered_before(
@@ -283,7 +285,7 @@ class RequestPlan:
         return self.context if self.replayed is None else self.replayed.context
 
     async def _context(
-        self, session: SessionTurn, request: ChatRequest, tokens: list[int], new: list[int]
+        self, session: SessionTurn, request: ChatRequest, tokens: array[int], new: list[int]
     ) -> Context:
         """What the turn sees; a truncation with which it begins stays in `_truncation`."""
         model, config = self.model, self._serving.config
@@ -305,7 +307,8 @@ class RequestPlan:
                 ratio=config.truncation_ratio,
                 block_tokens=model.block_tokens,
             )
-        context = self._context_with(session, [*tokens, *new])
+        whole = tokens + token_array(new)
+        context = self._context_with(session, whole)
         if len(context.excerpts) == 1:
             return context
         for name, asked in (("reuse", request.reuse is False), ("prompt_logprobs", _reads_prompt(request))):
@@ -323,11 +326,11 @@ class RequestPlan:
         last = len(context.excerpts) - 1
         if first < last and cost > config.replay_max * len(context.now.tokens):
             self.truncation = recomputed(stored, self.truncation)
-            context = self._context_with(session, [*tokens, *new])
+            context = self._context_with(session, whole)
             context.kv = "recomputed"
         return context
 
-    def _context_with(self, session: SessionTurn, tokens: list[int]) -> Context:
+    def _context_with(self, session: SessionTurn, tokens: array[int]) -> Context:
         added = [self.truncation] if self.truncation is not None else []
         return Context(
             salt=self.tenant.salt,
@@ -340,7 +343,7 @@ class RequestPlan:
     def _asked(self, request: ChatRequest | CompletionRequest) -> ServiceClass:
         return self._serving.classes.of(self.tenant.name, request.service_tier)
 
-    def _plan(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> None:
+    def _plan(self, request: ChatRequest | CompletionRequest, prompts: Sequence[Sequence[int]]) -> None:
         config = self._serving.config
         self.request = request
         self.turn = plan_turn(

@@ -9,17 +9,19 @@ import pytest
 from kvcommons.engine.request import Request
 from kvcommons.errors import ContextLengthExceeded, InvalidInput, KVCommonsError, ModelNotFound
 from kvcommons.pb import common_pb2 as pb
+from kvcommons.token_ids import packed
 
 MODEL = pb.ModelInfo(fingerprint=b"m" * 32, context_window=8, vocab_size=100, block_tokens=4)
 
 
 def job(**fields: Any) -> pb.Job:
-    return pb.Job(**{"model": MODEL.fingerprint, "salt": b"s" * 32, "tokens": [1, 2, 3]} | fields)
+    known = {"model": MODEL.fingerprint, "salt": b"s" * 32, "tokens": packed([1, 2, 3])}
+    return pb.Job(**known | fields)
 
 
 def test_a_job_is_a_request() -> None:
     request = Request.of(job(sampling=pb.Sampling(stop_token_ids=[2, 99]), prediction=range(8)), MODEL)
-    assert request.tokens == (1, 2, 3)
+    assert list(request.tokens) == [1, 2, 3]
     assert request.stop_token_ids == {2, 99}
     assert request.prediction == tuple(range(8))
     assert Request.of(job(), MODEL).prediction == ()
@@ -30,9 +32,10 @@ def test_a_job_is_a_request() -> None:
     [
         ({"model": b"n" * 32}, ModelNotFound, "model"),
         ({"salt": b"s"}, InvalidInput, "salt"),
-        ({"tokens": []}, InvalidInput, "tokens"),
-        ({"tokens": [100]}, InvalidInput, "tokens"),
-        ({"tokens": range(9)}, ContextLengthExceeded, "tokens"),
+        ({"tokens": b""}, InvalidInput, "tokens"),
+        ({"tokens": packed([1, 2])[:-1]}, InvalidInput, "tokens"),
+        ({"tokens": packed([100])}, InvalidInput, "tokens"),
+        ({"tokens": packed(range(9))}, ContextLengthExceeded, "tokens"),
         ({"prompt_tokens": 4}, InvalidInput, "prompt_tokens"),
         ({"prompt_logprobs": 21}, InvalidInput, "prompt_logprobs"),
         ({"prediction": [5, 100]}, InvalidInput, "prediction"),

@@ -120,7 +120,7 @@ def test_a_failure_at_every_token_resumes_with_what_was_generated(tokenizer: Tok
         ]
         assert choice.handle(decode_failed(1), 2) == [], "an attempt fails once"
         assert choice.handle(ev.RetryDue(choice=0, attempt=1), 2) == [ev.Start(choice=0, attempt=2)]
-        assert choice.tokens == [*PROMPT, *whole[:broken_at]]
+        assert list(choice.tokens) == [*PROMPT, *whole[:broken_at]]
         assert choice.handle(tokens(1, whole[broken_at:], broken_at), 3) == [], "from an attempt given up"
         text += shown(choice.handle(first_of(2, whole[broken_at], broken_at), 3))
         text += shown(choice.handle(tokens(2, whole[broken_at:], broken_at), 3))
@@ -231,7 +231,7 @@ def test_prefills_end_does_not_matter_once_decode_streams(tokenizer: Tokenizer) 
     late.handle(tokens(1, answer[2:], first=2), 0)
     actions = late.handle(prefill_failed(1), 0)
     assert [type(action) for action in actions] == [ev.Delta, ev.Release, ev.Retry]
-    assert late.tokens == [*PROMPT, *answer[:1]], "what came before the gap stays"
+    assert list(late.tokens) == [*PROMPT, *answer[:1]], "what came before the gap stays"
 
 
 def test_a_silent_stream_is_given_up(tokenizer: Tokenizer) -> None:
@@ -311,4 +311,4 @@ def test_decode_that_ends_early_is_a_failure(tokenizer: Tokenizer) -> None:
     assert held.handle(finished(1), 0) == []
     actions = held.handle(first_of(1, 50), 0)
     assert [type(action) for action in actions] == [ev.Delta, ev.Release, ev.Retry]
-    assert held.tokens == [*PROMPT, 50]
+    assert list(held.tokens) == [*PROMPT, 50]

@@ -76,7 +76,7 @@ def test_a_failure_before_they_are_there_asks_for_them_anew(tokenizer: Tokenizer
     choice.handle(tokens(1, [5]), 0.1)
     assert kinds(choice.handle(event, 0.2)) == ["Release", "Retry"]
     assert choice.lacks_prompt_logprobs
-    assert choice.tokens == PROMPT
+    assert list(choice.tokens) == PROMPT
     choice.handle(ev.RetryDue(choice=0, attempt=1), 0.3)
     choice.handle(first_of(2, 5, logprobs=LOGPROBS), 0.4)
     assert not choice.lacks_prompt_logprobs
