@@ -41,7 +41,6 @@ _SLAB_BYTES_MAX = 1 << 30
 _WRITE_THREADS = 2
 _IDLE_S = 1.0
 _RETRY_S = 1.0
-_PASSED_OF_DRAM = 8  # the part of it that a run of a longer history has which passes through
 _EVICTED_ROUND = 256  # blocks that leave a tier for the buffer, or for a tenant's ceiling, in one round
 
 
@@ -280,9 +279,7 @@ class BlockStore:
         """
         with self._lock:
             condition = threading.Condition()
-            first = self._catalog.find(model, block_ids[0]) if block_ids else None
-            capacity = self._catalog.dram.capacity_bytes // first.space.shape.slot_bytes if first else 0
-            passed = max(1, capacity // _PASSED_OF_DRAM)
+            passed = self._catalog.passing_blocks(model)
             if continues:  # all of them were asked for before
                 block_ids = block_ids[: passed + 1]
             begins, now_s = first_layer == 0 and not continues, self._clock.monotonic_s()
@@ -290,10 +287,7 @@ class BlockStore:
             layers = found[0].space.shape.layers if found else 0
             if found and not 0 <= first_layer <= max(first_layer, last_layer) < layers:
                 raise InvalidInput(f"the model has {layers} layers", param="layers")
-            if continues:
-                most = passed
-            else:
-                most = len(found) if len(found) <= capacity else max(1, capacity - 2 * passed)
+            most = passed if continues else self._catalog.kept_blocks(model, len(found))
             blocks, started = self._catalog.pin_run(found[:most], passing=continues)
             for block in started:
                 self._loader.begin(block, condition)

@@ -27,6 +27,7 @@ from services.kvstore.policies.floors import NO_CEILINGS, NO_FLOORS, Ceilings, F
 from services.kvstore.tier import BlockShape, Slot, Tier
 
 MODELS_MAX = 64
+_PASSED_OF_DRAM = 8  # the part of it that a run of a longer history has which passes through
 Stored = tuple[bytes, bytes, int, Slot, str]  # id, parent, generation, slot, tenant
 
 
@@ -169,6 +170,21 @@ class Catalog:
         """Some layer did not come, or came wrong: this generation of the block is dropped."""
         self.evictor.detach(block)
         self.loaded(block)
+
+    def passing_blocks(self, model: bytes) -> int:
+        """How many blocks a run has that passes through DRAM, behind what is kept of a longer history."""
+        return max(1, self._dram_blocks(model) // _PASSED_OF_DRAM)
+
+    def kept_blocks(self, model: bytes, blocks: int) -> int:
+        """How many leading ones of so many blocks stay in DRAM while all of them are read: where there is not
+        room for all, two runs that pass through have the rest of it."""
+        capacity = self._dram_blocks(model)
+        return blocks if blocks <= capacity else max(1, capacity - 2 * self.passing_blocks(model))
+
+    def _dram_blocks(self, model: bytes) -> int:
+        """For how many of the model's blocks DRAM has room; 0 where none are known."""
+        space = self._spaces.get(model)
+        return self.dram.capacity_bytes // space.shape.slot_bytes if space else 0
 
     # ---- what comes in
 

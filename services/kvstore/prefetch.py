@@ -1,4 +1,5 @@
-"""Fetches hinted blocks from disk to DRAM ahead of their use, on a thread of its own.
+"""Fetches blocks from disk to DRAM ahead of their use, on a thread of its own: the histories of turns that
+have begun, then what routers hinted.
 
 It works through the window of the hints in the order of use, a batch at a time and only when the one before
 has come, so that a request that waits for its blocks is never behind more than a batch. What it makes room
@@ -10,7 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from services.kvstore.block import Block
 from services.kvstore.catalog import Catalog
@@ -23,6 +26,12 @@ log = logging.getLogger(__name__)
 BATCH_BYTES = 8 << 20
 _LOAD_S_MAX = 10.0  # of a batch; a disk that takes longer has other troubles
 _POLL_S = 1.0  # between looks for hints that ran out
+_BEGUN_MAX = 16  # turns; the history of one more comes when it is asked for
+
+
+class _BegunTurn(NamedTuple):
+    model: bytes
+    left: Iterator[bytes]  # blocks of its history that were not looked at yet
 
 
 class Prefetcher:
@@ -44,6 +53,7 @@ class Prefetcher:
         self._clock = clock
         self._begin_load = begin_load
         self._start_loads = start_loads
+        self._begun: deque[_BegunTurn] = deque(maxlen=_BEGUN_MAX)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvstore-prefetch", daemon=True)
 
@@ -56,6 +66,16 @@ class Prefetcher:
             self._wake.notify_all()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+
+    def begin(self, model: bytes, block_ids: Sequence[bytes]) -> None:
+        """A turn has begun that will likely read these blocks in a moment: meanwhile its router renders the
+        prompt, asks what is stored, and finds room for it."""
+        if not self._catalog.looks_ahead or not block_ids:
+            return
+        with self._lock:
+            ids = block_ids[: self._catalog.kept_blocks(model, len(block_ids))]
+            self._begun.append(_BegunTurn(model, iter(ids)))
+            self._wake.notify_all()
 
     def hint(self, router: str, uses: Sequence[tuple[bytes, Sequence[bytes], float]], ttl_s: float) -> int:
         """Takes a router's look-ahead: (model, block ids, seconds until the start). How many uses it
@@ -82,7 +102,9 @@ class Prefetcher:
         """Begins to fetch the next batch; empty where there is nothing to fetch, or no room for it."""
         with self._lock:
             self._hints.expire(self._clock.monotonic_s())
-            model, batch, loads = self._begin()
+            model, batch, loads = self._begin_begun()
+            if not batch:
+                model, batch, loads = self._begin()
         if batch:
             try:
                 self._start_loads(model, batch, 0)
@@ -90,8 +112,46 @@ class Prefetcher:
                 log.exception("blocks could not be fetched ahead of use")
         return loads
 
+    def _begin_begun(self) -> tuple[bytes, list[Block], list[BlockLoad]]:
+        """As `_begin`, of the turn that has begun first and has any left to fetch."""
+        batch: list[Block] = []
+        loads: list[BlockLoad] = []
+        condition = threading.Condition()
+        size = 0
+        while self._begun and not batch:
+            turn = self._begun[0]
+            for block_id in turn.left:
+                block = self._catalog.find(turn.model, block_id)
+                if block is None:
+                    self._begun.popleft()
+                    break
+                if block.dram is not None:
+                    continue
+                if not self._pin(block, batch, loads, condition):
+                    self._begun.popleft()
+                    break
+                size += block.space.shape.slot_bytes
+                if size >= BATCH_BYTES:
+                    break
+            else:
+                self._begun.popleft()
+        return _model_of(batch), batch, loads
+
+    def _pin(
+        self, block: Block, batch: list[Block], loads: list[BlockLoad], condition: threading.Condition
+    ) -> bool:
+        """Whether there is room for a block that is on disk: it is one of the batch then, and its load keeps
+        it pinned."""
+        if not self._catalog.pin(block, sparing=True):
+            return False
+        loads.append(self._begin_load(block, condition))
+        batch.append(block)
+        self._catalog.unpin(block)
+        self._catalog.counters.prefetched += 1
+        return True
+
     def _begin(self) -> tuple[bytes, list[Block], list[BlockLoad]]:
-        """Pins the next blocks to fetch, all of one model. The load of each keeps it pinned."""
+        """Pins the next blocks to fetch of what is hinted, all of one model."""
         batch: list[Block] = []
         loads: list[BlockLoad] = []
         condition = threading.Condition()
@@ -106,12 +166,8 @@ class Prefetcher:
                 if block.dram is not None or (batch and block.space is not batch[0].space):
                     continue
                 size += block.space.shape.slot_bytes
-                if (batch and size > BATCH_BYTES) or not self._catalog.pin(block, sparing=True):
+                if (batch and size > BATCH_BYTES) or not self._pin(block, batch, loads, condition):
                     return _model_of(batch), batch, loads
-                loads.append(self._begin_load(block, condition))
-                batch.append(block)
-                self._catalog.unpin(block)
-                self._catalog.counters.prefetched += 1
         return _model_of(batch), batch, loads
 
     def _await(self, loads: Sequence[BlockLoad]) -> None:

@@ -162,6 +162,8 @@ class SessionsServicer(rpc.SessionsServicer):
                 ),
             )
         )
+        if not begun.after_known:  # its router has not had it lately, so likely no instance has its KV
+            self._store.prefetcher.begin(begun.record.model, begun.record.block_ids)
         return pb.BeginTurnReply(
             record=begun.record,
             fencing=begun.lease.fencing,

@@ -65,10 +65,13 @@ def tiers(store: KvstoreProcess, ids: list[bytes], model: bytes = MODEL) -> list
     return list(store.blocks.Match(pb.MatchRequest(model=model, block_ids=ids), timeout=scaled(20)).tiers)
 
 
-def begin(store: KvstoreProcess, turn_id: str, session_id: str = "s") -> pb.BeginTurnReply:
+def begin(
+    store: KvstoreProcess, turn_id: str, session_id: str = "s", known_turn_id: str = ""
+) -> pb.BeginTurnReply:
     request = pb.BeginTurnRequest(
-        tenant="alice", session_id=session_id, turn_id=turn_id, owner="router", lease_ms=scaled(20_000)
-    )
+        tenant="alice", session_id=session_id, turn_id=turn_id, owner="router", lease_ms=scaled(20_000),
+        known_turn_id=known_turn_id,
+    )  # fmt: skip
     return store.sessions.BeginTurn(request, timeout=scaled(20))
 
 
@@ -124,6 +127,25 @@ def test_a_killed_store_finds_what_was_durable(
     record = again.sessions.Get(pb.GetSessionRequest(tenant="alice", session_id="s"), timeout=scaled(20))
     assert (list(record.tokens), list(record.block_ids), record.version) == ([1, 2, 3], IDS, 1)
     assert commit(again, "t2", started, IDS, 0).version == 2  # the turn went on meanwhile
+    assert again.terminate() == 0
+
+
+@on_both
+def test_the_history_of_a_turn_is_read_once_the_turn_begins(
+    store: KvstoreProcess, socket_folder: Path, tmp_path: Path, records: dict[str, object]
+) -> None:
+    """Unless its router has had the session lately: then the KV is likely where it was used last."""
+    store.put_blocks(IDS)
+    commit(store, "t1", begin(store, "t1"), IDS, scaled(10_000))
+    assert store.terminate() == 0
+    again = KvstoreProcess(socket_folder, tmp_path / "data", **records).wait_ready()
+    peek = pb.MatchRequest(model=MODEL, block_ids=IDS, peek=True)
+    begun = begin(again, "t2", known_turn_id="t1")
+    assert begun.after_known
+    assert commit(again, "t2", begun, IDS, scaled(10_000)).durable_blocks == len(IDS)
+    assert list(again.blocks.Match(peek).tiers) == [pb.TIER_DISK] * len(IDS)
+    begin(again, "t3")
+    wait_until(lambda: list(again.blocks.Match(peek).tiers) == [pb.TIER_DRAM] * len(IDS))
     assert again.terminate() == 0
 
 

@@ -97,6 +97,7 @@ class StoreSchedule:
             self.threads.run_one,
             self._write_round,
             self._hint,
+            self._begin_turn,
             self._prefetch,
             self._condemn,
             self._replace,
@@ -110,7 +111,7 @@ class StoreSchedule:
             self._restart,
         ]
 
-    _weights = (9, 7, 7, 7, 8, 5, 12, 14, 3, 4, 2, 2, 1, 3, 2, 2, 2, 1, 2, 1)
+    _weights = (9, 7, 7, 7, 8, 5, 12, 14, 3, 2, 4, 2, 2, 1, 3, 2, 2, 2, 1, 2, 1)
     _threads = 14  # of these actions, the first may happen while another thread is in the middle of I/O
 
     # ---- steps
@@ -245,6 +246,10 @@ class StoreSchedule:
         router = self.dice.choice("rs")
         require(self.store.prefetcher.hint(router, uses, 30.0) == len(uses), "a hint was not taken")
 
+    def _begin_turn(self) -> None:
+        shape, ids = self._some()
+        self.store.prefetcher.begin(shape.model, ids)
+
     def _jobs(self) -> list[tuple[BlockShape, list[bytes]]]:
         return [self._some() for _ in range(self.dice.randint(0, 6))]
 
@@ -374,6 +379,8 @@ class StoreSchedule:
         while self.runs:
             self._close_run()
         self.machine.time_s += STAGING_S + 60
+        while self.store.prefetcher.step():  # of turns that began
+            self._drain()
         for _ in range(100):
             if self.store.write_round() is Round.IDLE:
                 break

@@ -102,8 +102,8 @@ def write_model(folder: Path, tokens: int) -> Path:
     return folder
 
 
-def tables(tokens: int) -> dict[str, dict[str, Any]]:
-    """All of it fits prefill and decode; the store's DRAM has an eighth."""
+def tables(tokens: int, dram_share: float = 1 / 8) -> dict[str, dict[str, Any]]:
+    """All of it fits prefill and decode; the store's DRAM has `dram_share` of it."""
     shared = {
         "dtype": "float32",
         "block_tokens": BLOCK,
@@ -115,7 +115,11 @@ def tables(tokens: int) -> dict[str, dict[str, Any]]:
         "prefill": shared,
         # A tail is computed where its history is loaded to.
         "decode": {**shared, "max_local_prefill_tokens": 256},
-        "kvstore": {"dram_bytes": max(kv_bytes // 8, 16 << 20), "disk_bytes": 4 * kv_bytes},
+        "kvstore": {
+            "dram_bytes": max(int(kv_bytes * dram_share), 16 << 20),
+            "disk_bytes": 4 * kv_bytes,
+            "touch_memory": True,
+        },
         "router": {
             "max_body_bytes": 64 << 20,
             "lease_ms": 3000,
@@ -134,11 +138,11 @@ def text_of(tokens: int, seed: int) -> str:
     )
 
 
-def run(folder: Path, tokens: int, seed: int = 1) -> Figures:
+def run(folder: Path, tokens: int, seed: int = 1, dram_share: float = 1 / 8) -> Figures:
     """Raises AssertionError where the session is not what the reference says."""
     model = write_model(folder / "model", tokens)
     path = f"/v1/sessions/{SESSION}/prefill"
-    stack = Stack(folder / "stack", tables=tables(tokens), model=str(model), attention_pool=0)
+    stack = Stack(folder / "stack", tables=tables(tokens, dram_share), model=str(model), attention_pool=0)
     with stack:
         began = time.monotonic()
         stack.client.post(path, {"content": text_of(tokens, seed)})
@@ -358,9 +362,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tokens", type=int, default=1 << 20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--dram-share", type=float, default=1 / 8, help="of the KV, which the store's DRAM holds"
+    )
     parser.add_argument("--folder", type=Path, required=True, help="for data and logs")
     options = parser.parse_args(arguments)
-    figures = run(options.folder, options.tokens, options.seed)
+    figures = run(options.folder, options.tokens, options.seed, options.dram_share)
     print(json.dumps(asdict(figures), indent=2))
     return 0
 

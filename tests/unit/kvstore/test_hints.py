@@ -109,6 +109,47 @@ def test_hinted_blocks_come_to_dram_before_anyone_asks(tmp_path: Path) -> None:
     store.close()
 
 
+def test_the_history_of_a_turn_that_has_begun_comes_to_dram(tmp_path: Path) -> None:
+    """As far as it is stored; two turns, one behind the other."""
+    ids, waves = fill(tmp_path, 2)
+    store = open_store(tmp_path, dram_bytes=MIB)
+    store.prefetcher.begin(MODEL, [*ids, b"?" * 32, *waves[1]])
+    store.prefetcher.begin(b"another model".ljust(32), ids)
+    store.prefetcher.begin(MODEL, waves[0])
+    wait_until(lambda: store.match(MODEL, [*ids], peek=True) == [True] * len(ids))
+    wait_until(lambda: all(store.match(MODEL, waves[0], peek=True)))
+    assert store.match(MODEL, waves[1], peek=True) == [False] * 10
+    assert store.stats().counters.prefetched == len(ids) + 10
+    store.prefetcher.begin(MODEL, ids)
+    assert read_blocks(store, ids) == len(ids)
+    assert store.stats().counters.prefetched == len(ids) + 10, "it is there"
+    store.close()
+
+
+def test_of_a_history_that_dram_does_not_hold_the_beginning_comes(tmp_path: Path) -> None:
+    """None of it drives another part of it out, nor what a router's queue will use."""
+    store = open_store(tmp_path, dram_bytes=MIB)
+    ids, waiting = block_ids(100), block_ids(10, "waiting")
+    for first in range(0, 100, 10):
+        put_blocks(store, ids[first : first + 10])
+        assert wait_durable(store, ids[: first + 10]) == first + 10
+    put_blocks(store, waiting)
+    assert wait_durable(store, waiting) == 10
+    store.close()
+    store = open_store(tmp_path, dram_bytes=MIB)
+    capacity = MIB // SHAPE.slot_bytes
+    store.prefetcher.hint("r", [(MODEL, waiting, 1.0)], 30.0)
+    wait_until(lambda: all(store.match(MODEL, waiting, peek=True)))
+    store.prefetcher.begin(MODEL, ids)
+    kept = store._catalog.kept_blocks(MODEL, len(ids))
+    assert capacity // 2 < kept < capacity
+    wait_until(lambda: sum(store.match(MODEL, ids, peek=True)) >= kept - 10)
+    assert read_blocks(store, ids[:kept]) == kept
+    assert store.match(MODEL, waiting, peek=True) == [True] * 10
+    assert store.stats().counters.prefetched <= kept + 10
+    store.close()
+
+
 def test_hinted_blocks_stay_while_others_come_and_go(tmp_path: Path) -> None:
     """DRAM has room for about 60 blocks; 200 others pass through it, and only without the hint do they push
     the hinted ones out."""
