@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.offload_plan import model_of
 from benchmarks.planning.calibrated import calibrated_device
 from benchmarks.planning.planner import Market, Objectives, Plan, Planner
-from benchmarks.report import Report
+from benchmarks.report import Report, p99
 from benchmarks.rooflines import COMPUTING_DEVICES, MEMORY_DEVICES, Device
 from kvcommons.errors import InvalidInput, KVCommonsError
 
@@ -142,16 +142,21 @@ def _report(options: argparse.Namespace) -> Report:
 
 
 def _row(plan: Plan) -> dict[str, str | int | float]:
-    prefilling, decoding = plan.prefilling, plan.decoding
+    prefilling, decoding, served = plan.prefilling, plan.decoding, plan.served
+    random: dict[str, float] = {}  # what requests waited for that came so
+    if served is not None:
+        random = {"p99 s to the first token": p99(served.first_s)}
+        random |= {"p99 ms between tokens": 1e3 * p99(served.between_s)} if served.between_s else {}
     return {
         "prefill and decode": "colocated" if plan.colocated else "apart",
         "devices": plan.devices,
         "price in dollars": plan.price,
         "prefill": f"{prefilling.count} of {prefilling.replica.describe}",
         "decode": "the same" if plan.colocated else f"{decoding.count} of {decoding.replica.describe}",
-        "s to the first token": prefilling.ttft_s,
+        "s to the first token": prefilling.ttft_s if served is None else served.mean_first_s,
         "chunks, first to last": f"{prefilling.prefill.chunk_first} to {prefilling.prefill.chunk_last}",
         "ms between tokens, no chunk beside": 1e3 * decoding.tbt_s,
+        **random,
         "sequences of a replica": decoding.rows,
         **{f"longest context by {name}": tokens for name, tokens in plan.limits().items()},
     }

@@ -9,12 +9,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from benchmarks.planning.laws import Prefill, Replica, attention_flop
+from benchmarks.planning.serving import Load, Served, serve
+from benchmarks.report import p99
 from benchmarks.rooflines import Device, Model
 from kvcommons.engine.chunk_budget import LEAST_TOKENS
 from kvcommons.errors import InvalidInput
 
 _FEW = 16  # stages, and holders, up to which every number is tried
 _CONTEXT_MAX = 2**30  # tokens: beyond any that is asked for
+_ITERATIONS = 10_000  # that are simulated for a plan, about: some seconds
+_REQUESTS = range(100, 400)  # of which they are
+_ROW_S = 0.1  # what a row of an iteration takes to simulate, in iterations
+_ROUNDING = 1e-9
+_MORE = 4  # replicas with which a plan is tried that its simulation is too slow for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +75,7 @@ class Market:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilling:
     """`count` replicas that compute prompts. `ttft_s` is the mean of requests that come at random, and wait
-    for others as in an M/D/1 queue."""
+    for others as in an M/D/1 queue: from there the search goes on in simulated time."""
 
     replica: Replica
     count: int
@@ -104,6 +111,7 @@ class Plan:
     prefilling: Prefilling
     decoding: Decoding
     colocated: bool
+    served: Served | None = None  # where requests come at random: what some of them waited for
 
     @property
     def price(self) -> float:
@@ -116,12 +124,44 @@ class Plan:
             replicas.append((self.prefilling.replica, self.prefilling.count))
         return sum(count * (replica.devices + replica.pool_devices) for replica, count in replicas)
 
+    def serve(self) -> Served:
+        """Some requests at random, in simulated time."""
+        wanted, prefilling, decoding = self.objectives, self.prefilling, self.decoding
+        chunk = (prefilling.prefill.chunk_first + prefilling.prefill.chunk_last) / 2
+        iterations = wanted.new / chunk + _ROW_S * wanted.answer
+        return serve(
+            prefilling.replica,
+            prefilling.count,
+            None if self.colocated else decoding.replica,
+            decoding.count,
+            Load(context=wanted.context, new=wanted.new, answer=wanted.answer, requests_s=wanted.requests_s),
+            iteration_s_max=_iteration_s_max(prefilling.replica, wanted),
+            requests=min(max(int(_ITERATIONS / iterations), _REQUESTS.start), _REQUESTS.stop),
+        )
+
+    def more(self, *, prefill: bool, decode: bool) -> Plan:
+        """With one replica more of either."""
+        prefilling, decoding = self.prefilling, self.decoding
+        if prefill or self.colocated:
+            prefilling = replace(prefilling, count=prefilling.count + 1)
+        if decode or self.colocated:
+            count = decoding.count + 1
+            decoding = replace(
+                decoding,
+                count=count,
+                rows=max(self.objectives.generating / count, 1.0),
+                tbt_s=_decode_s(decoding.replica, self.objectives, count),
+            )
+        return replace(self, prefilling=prefilling, decoding=decoding)
+
     def limits(self) -> dict[str, int]:
         """The longest contexts that the same devices serve, in tokens, by each of the objectives and by
         memory. One of the three bounds the rest."""
         prefilling, decoding, wanted = self.prefilling, self.decoding, self.objectives
         history = wanted.context - wanted.new
-        rows, iteration_s_max = (decoding.rows, wanted.tbt_s) if self.colocated else (0.0, math.inf)
+        rows, iteration_s_max = 0.0, math.inf
+        if self.colocated:
+            rows, iteration_s_max = decoding.rows, _iteration_s_max(prefilling.replica, wanted)
 
         def first_in_time(context: int) -> bool:
             asked = replace(wanted, context=context, new=max(context - history, 1))
@@ -153,12 +193,46 @@ class Planner:
         found = []
         if prefilling and decoding:
             found.append(self._plan(objectives, prefilling, decoding, colocated=False))
-        if together := self._colocated(objectives, math.inf):
+        if together := self._colocated(objectives, self._with_pools):
             found.append(together)
         found = [plan for plan in found if plan.devices <= self._market.devices_max]
         if not found:
             raise InvalidInput(self._refusal(objectives, prefilling, decoding))
-        return sorted(found, key=lambda plan: (plan.price, plan.colocated))
+        kept = [one for plan in found if (one := self._kept(plan))]
+        if not kept:
+            raise InvalidInput(
+                f"{found[0].devices} devices keep the objectives on average, and none that were tried with "
+                "requests that come at random: allow more devices, or more time"
+            )
+        return sorted(kept, key=lambda plan: (plan.price, plan.colocated))
+
+    def _kept(self, plan: Plan) -> Plan | None:
+        """The plan as requests at random want it. Where that is more than it was, and prompts are computed
+        beside tokens, one whose replicas have one stage may be cheaper: no iteration waits for another."""
+        kept = self._in_time(plan)
+        if not plan.colocated or plan.decoding.replica.stages == 1 or (kept and kept.price == plan.price):
+            return kept
+        alone = [replica for replica in self._with_pools if replica.stages == 1]
+        found = self._colocated(plan.objectives, alone)
+        other = None if found is None else self._in_time(found)
+        return min(filter(None, (kept, other)), key=lambda one: one.price, default=None)
+
+    def _in_time(self, plan: Plan) -> Plan | None:
+        """With so many replicas that requests at random keep the objectives in simulated time, too: the time
+        to the first token on average, that between tokens in 99 of 100."""
+        wanted = plan.objectives
+        if not wanted.requests_s:
+            return plan
+        for _ in range(_MORE):
+            if plan.devices > self._market.devices_max:
+                return None
+            served = plan.serve()
+            first_late = served.mean_first_s > wanted.ttft_s
+            token_late = bool(served.between_s) and p99(served.between_s) > (1 + _ROUNDING) * wanted.tbt_s
+            if not first_late and not token_late:
+                return replace(plan, served=served)
+            plan = plan.more(prefill=first_late, decode=token_late)
+        return None
 
     def _plan(
         self, objectives: Objectives, prefilling: Prefilling, decoding: Decoding, *, colocated: bool
@@ -194,18 +268,20 @@ class Planner:
                 best = found
         return best
 
-    def _colocated(self, objectives: Objectives, price_max: float) -> Plan | None:
-        """The cheapest below `price_max`, if any: each replica computes prompts beside its rows, in chunks
-        with which an iteration keeps their objective."""
+    def _colocated(self, objectives: Objectives, replicas: Sequence[Replica]) -> Plan | None:
+        """The cheapest of these, if any: each replica computes prompts beside its rows, in chunks with which
+        an iteration keeps their objective."""
         best: Plan | None = None
-        for replica in self._with_pools:
+        price_max = math.inf
+        for replica in replicas:
             if replica.price >= price_max:
                 break
             decoding = self._generating(replica, objectives)
             if decoding is None or decoding.price >= price_max or self._too_slow(replica, objectives):
                 continue
             # With more replicas than the rows need, each has fewer rows beside its chunks.
-            prefill = _prefill(replica, objectives, rows=decoding.rows, iteration_s_max=objectives.tbt_s)
+            limit_s = _iteration_s_max(replica, objectives)
+            prefill = _prefill(replica, objectives, rows=decoding.rows, iteration_s_max=limit_s)
             prefilling = self._computing(replica, objectives, decoding.count, prefill)
             if prefilling and prefilling.price < price_max:
                 decoding = replace(
@@ -312,6 +388,15 @@ def _prefill(
         rows=rows / replica.stages,
         row_context=objectives.context,
     )
+
+
+def _iteration_s_max(replica: Replica, objectives: Objectives) -> float:
+    """What an iteration with chunks may take, through all stages, beside rows that are to have their tokens
+    in time. Where requests come at random, a row that has its token waits for the first of several stages,
+    and in the last one behind the iteration before; in the paper's setting nobody does."""
+    stages = replica.stages
+    waits = objectives.requests_s > 0 and stages > 1
+    return objectives.tbt_s * stages / (stages + 2) if waits else objectives.tbt_s
 
 
 def _ttft_s(prefill: Prefill, objectives: Objectives, count: int) -> float:

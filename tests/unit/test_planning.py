@@ -24,6 +24,8 @@ from benchmarks.planning.laws import (
     saturating_chunk,
 )
 from benchmarks.planning.planner import Market, Objectives, Plan, Planner
+from benchmarks.planning.serving import Load, Served, serve
+from benchmarks.report import p99
 from benchmarks.rooflines import A100_80G, H100, MODELS, RTX_3090, Model, Work
 from demo import MODEL_DIR
 from kvcommons.engine.chunk_budget import LEAST_TOKENS
@@ -260,6 +262,94 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["ratios"]["devices"] == written["rows"][0]["devices"] == 1
     assert written["ratios"]["price in dollars"] == A100_80G.price
+
+
+def served(
+    prefill: Replica,
+    load: Load,
+    *,
+    prefills: int = 1,
+    decode: Replica | None = None,
+    tbt_s: float = 0.05,
+    requests: int = 300,
+) -> Served:
+    return serve(prefill, prefills, decode, 1, load, iteration_s_max=tbt_s, requests=requests)
+
+
+def test_a_request_alone_takes_in_simulated_time_what_the_laws_say() -> None:
+    """Hours lie between them: of each the first token is the law's, and so is each further one."""
+    for stages in (1, 3):
+        replica = Replica(model=LLAMA_8B, device=H100, stages=stages)
+        load = Load(context=32_768, new=16_384, answer=20, requests_s=1e-4)
+        found = served(replica, load, decode=replica, requests=5)
+        law = replica.prefill(load.new, history=load.context - load.new)
+        assert law is not None
+        assert len(found.first_s) == 5
+        assert found.first_s == pytest.approx([law.seconds] * 5, rel=0.05)
+        assert found.between_s == pytest.approx([replica.token_s(1, load.context)] * 5 * 19, rel=0.01)
+
+
+def test_requests_at_random_wait_as_a_queue_has_it() -> None:
+    """Prompts of one chunk each, which nobody shares an iteration with: an M/D/1 queue."""
+    replica = Replica(model=LLAMA_8B, device=H100)
+    law = replica.prefill(CHUNK_MAX)
+    assert law is not None
+    for used in (0.3, 0.7):
+        load = Load(context=CHUNK_MAX, new=CHUNK_MAX, answer=1, requests_s=used / law.busy_s)
+        found = served(replica, load, requests=4000)
+        assert not found.between_s
+        queue_s = used * law.busy_s / (2 * (1 - used))
+        assert found.mean_first_s == pytest.approx(law.seconds + queue_s, rel=0.1)
+
+
+def test_prompts_beside_tokens_leave_them_their_time() -> None:
+    """Colocated: each chunk is as large as the engine would choose it beside the rows that are there."""
+    replica = Replica(model=LLAMA_8B, device=H100)
+    load = Load(context=16_384, new=16_384, answer=100, requests_s=0.8)
+    strict, lax = (served(replica, load, tbt_s=tbt_s) for tbt_s in (0.008, 0.1))
+    for found, tbt_s in ((strict, 0.008), (lax, 0.1)):
+        assert len(found.first_s) == 300
+        assert len(found.between_s) == 300 * 99
+        assert max(found.between_s) <= tbt_s * 1.001
+        assert max(found.between_s) > tbt_s * 0.9, "chunks are as large as they may be"
+    assert lax.mean_first_s < strict.mean_first_s
+
+
+def test_more_replicas_and_stages_serve_more() -> None:
+    load = Load(context=32_768, new=32_768, answer=1, requests_s=0.9)
+    one, two, staged = (
+        served(Replica(model=LLAMA_8B, device=H100, stages=stages), load, prefills=prefills)
+        for prefills, stages in ((1, 1), (2, 1), (1, 4))
+    )
+    assert one.mean_first_s > 10 * two.mean_first_s, "one cannot keep up"
+    assert staged.mean_first_s < two.mean_first_s
+
+
+def test_memory_bounds_how_many_are_served_at_once() -> None:
+    """With room for two sequences the third waits, though there is time to compute it."""
+    roomy = Replica(model=LLAMA_8B, device=H100)
+    narrow = Replica(model=LLAMA_8B, device=replace(H100, memory_bytes=29e9))
+    load = Load(context=32_768, new=1024, answer=400, requests_s=2)
+    assert narrow.kv_tokens // load.context == 2
+    waits, goes = (served(replica, load, requests=60).mean_first_s for replica in (narrow, roomy))
+    assert waits > 2 * goes
+
+
+def test_a_plan_is_what_keeps_its_objectives_in_simulated_time() -> None:
+    """The mean of a queue of whole prompts says that one prefill is enough; where prompts share it, more is
+    wanted, and the plan says what its requests waited for."""
+    wanted = Objectives(context=65_536, new=65_536, answer=64, ttft_s=4, tbt_s=0.05, requests_s=0.3)
+    plans = Planner(LLAMA_8B, MARKET).plans(wanted)
+    for plan in plans:
+        assert plan.served is not None
+        assert plan.served.mean_first_s <= wanted.ttft_s
+        assert p99(plan.served.between_s) <= wanted.tbt_s * (1 + 1e-6)
+        assert plan.devices <= MARKET.devices_max
+    by_law = replace(plans[0], served=None)
+    assert by_law.serve() == plans[0].served, "the same again"
+    fewer = replace(MARKET, devices_max=min(plan.devices for plan in plans) - 1)
+    with pytest.raises(InvalidInput, match=r"too few|at random|first token"):
+        Planner(LLAMA_8B, fewer).plans(wanted)
 
 
 def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
