@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.token_ids import TOKEN_BYTES
 
 COPIES_BYTES = 64 << 20
-_TOKEN_BYTES = 4
 
 
 class RecordCopies:
@@ -56,4 +56,4 @@ def _merge(into: pb.SessionRecord, record: pb.SessionRecord) -> None:
 def _size_bytes(record: pb.SessionRecord) -> int:
     """About what it takes in memory; its ByteSize would encode all tokens."""
     messages = sum(message.ByteSize() for message in record.messages)
-    return _TOKEN_BYTES * len(record.tokens) + sum(map(len, record.block_ids)) + messages
+    return TOKEN_BYTES * len(record.tokens) + sum(map(len, record.block_ids)) + messages
