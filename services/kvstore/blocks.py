@@ -75,7 +75,13 @@ class BlockStore:
         region_bytes = max(settings.region_bytes_min, settings.dram_bytes // _REGIONS)
         self.arena = Arena()
         if settings.touch_memory:
-            self.arena.touch(settings.dram_bytes // region_bytes, region_bytes)
+            try:
+                self.arena.touch(settings.dram_bytes // region_bytes, region_bytes)
+            except OSError as error:
+                raise InvalidInput(
+                    f"the system does not give {settings.dram_bytes} bytes of memory: lower dram_bytes",
+                    param="dram_bytes",
+                ) from error
         self._settings = settings
         self._clock = clock or SystemClock()
         chosen = policy_entry(settings.policy)

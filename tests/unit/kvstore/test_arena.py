@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcommons.errors import InvalidInput
 from services.kvstore.arena import Arena
 from services.kvstore.tier import BlockShape, Slot
 from tests.unit.kvstore.samples import MIB, SHAPE, block_ids, open_store, put_blocks, read_blocks
@@ -40,6 +41,12 @@ def test_regions_have_their_memory_before_they_are_used_where_it_is_asked_for() 
         last = Slot(number, slots - 1)
         arena.slot(last)[:] = bytes([number]) * shape.slot_bytes
         assert bytes(arena.object(last, 0)) == bytes([number]) * shape.object_bytes
+
+
+def test_more_memory_than_there_is_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="lower dram_bytes") as refused:
+        open_store(tmp_path, dram_bytes=1 << 62, region_bytes_min=1 << 62, touch_memory=True)
+    assert refused.value.param == "dram_bytes"
 
 
 def test_a_store_whose_memory_is_touched_keeps_blocks_as_any_other(tmp_path: Path) -> None:
