@@ -103,7 +103,7 @@ def fails_alone(fails: Chunk, groups: list[list[type]]) -> None:
         assert token_of(other) == token
         assert fails.ended.wait(LONG_S)
         ended(made)
-        assert sequence.tokens == expected
+        assert list(sequence.tokens) == expected
     assert isinstance(fails.error, Internal)
     assert other.layers == list(range(LAYERS)), "it was computed once"
     assert groups[0] == [TokenRows, PromptSpan, PromptSpan]
@@ -174,7 +174,7 @@ def test_a_history_that_fell_short_takes_nothing_from_the_sequence_beside_it(
         made.engine.start()
         assert token_of(short) == token
         ended(made)
-        assert sequence.tokens == expected
+        assert list(sequence.tokens) == expected
     assert short.first is not None
     assert short.first.cached_tokens == BLOCK
     assert groups[:3] == [[TokenRows, PromptSpan]] * 2 + [[TokenRows]]
@@ -208,7 +208,7 @@ def test_a_prompt_is_in_no_iteration_of_tokens_before_all_of_its_history_is_ther
         made.engine.start()
         assert token_of(chunk) == token
         ended(made)
-        assert sequence.tokens == expected
+        assert list(sequence.tokens) == expected
     assert chunk.first is not None
     assert chunk.first.cached_tokens == 2 * BLOCK
     assert chunk.first.load_wait_us == 0
@@ -228,7 +228,7 @@ def test_a_partly_computed_prompt_that_gives_way_leaves_what_was_computed() -> N
         assert isinstance(chunk.error, CapacityExhausted)
         assert chunk.runs[-1] == (LAYERS - 1, range(2))
         ended(made)
-        assert sequence.tokens == expected
+        assert list(sequence.tokens) == expected
         found_again(made, token)
 
 

@@ -202,7 +202,7 @@ async def test_what_one_rank_loses_is_no_token(
         model = rows._core.model
         if model.rank.number == rank and not model.first:
             for row, sequence in enumerate(rows.batch.sequences):
-                if sequence.tokens[:75] == tokens and len(sequence.tokens) == 85:
+                if list(sequence.tokens[:75]) == tokens and len(sequence.tokens) == 85:
                     rows.lost[row] = DataLoss("as if its holder had lost it")
 
     monkeypatch.setattr(TokenRows, "close", closing)
@@ -241,7 +241,7 @@ async def test_what_a_stage_loses_is_no_token_and_is_not_saved(
 
     def lost_row(rows: TokenRows) -> int | None:
         for row, sequence in enumerate(rows.batch.sequences):
-            hit = sequence.tokens[:75] == tokens and len(sequence.tokens) == 80 and not over
+            hit = list(sequence.tokens[:75]) == tokens and len(sequence.tokens) == 80 and not over
             if hit and rows._core.layers.start == number:
                 return row
         return None
