@@ -143,10 +143,11 @@ def _report(options: argparse.Namespace) -> Report:
 
 def _row(plan: Plan) -> dict[str, str | int | float]:
     prefilling, decoding, served = plan.prefilling, plan.decoding, plan.served
-    random: dict[str, float] = {}  # what requests waited for that came so
+    waited: dict[str, float] = {}
     if served is not None:
-        random = {"p99 s to the first token": p99(served.first_s)}
-        random |= {"p99 ms between tokens": 1e3 * p99(served.between_s)} if served.between_s else {}
+        waited["p99 s to the first token"] = p99(served.first_s)
+        if served.between_s:
+            waited["p99 ms between tokens"] = 1e3 * p99(served.between_s)
     return {
         "prefill and decode": "colocated" if plan.colocated else "apart",
         "devices": plan.devices,
@@ -156,7 +157,7 @@ def _row(plan: Plan) -> dict[str, str | int | float]:
         "s to the first token": prefilling.ttft_s if served is None else served.mean_first_s,
         "chunks, first to last": f"{prefilling.prefill.chunk_first} to {prefilling.prefill.chunk_last}",
         "ms between tokens, no chunk beside": 1e3 * decoding.tbt_s,
-        **random,
+        **waited,
         "sequences of a replica": decoding.rows,
         **{f"longest context by {name}": tokens for name, tokens in plan.limits().items()},
     }

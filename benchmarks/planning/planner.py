@@ -25,14 +25,10 @@ _MORE = 4  # replicas with which a plan is tried that its simulation is too slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objectives:
-    """What has to be kept. Each request's prompt is `context` tokens, of which the last `new` are computed;
-    the rest comes from the session store. It is answered with `answer` tokens. `requests_s` of them come a
-    second, at random; 0: one at a time."""
+class Objectives(Load):
+    """What has to be kept. What of a prompt is not computed comes from the session store. Without
+    `requests_s` requests come one at a time."""
 
-    context: int
-    new: int
-    answer: int
     ttft_s: float
     tbt_s: float
     requests_s: float = 0.0
@@ -134,7 +130,7 @@ class Plan:
             prefilling.count,
             None if self.colocated else decoding.replica,
             decoding.count,
-            Load(context=wanted.context, new=wanted.new, answer=wanted.answer, requests_s=wanted.requests_s),
+            wanted,
             iteration_s_max=_iteration_s_max(prefilling.replica, wanted),
             requests=min(max(int(_ITERATIONS / iterations), _REQUESTS.start), _REQUESTS.stop),
         )
@@ -145,13 +141,7 @@ class Plan:
         if prefill or self.colocated:
             prefilling = replace(prefilling, count=prefilling.count + 1)
         if decode or self.colocated:
-            count = decoding.count + 1
-            decoding = replace(
-                decoding,
-                count=count,
-                rows=max(self.objectives.generating / count, 1.0),
-                tbt_s=_decode_s(decoding.replica, self.objectives, count),
-            )
+            decoding = _decoding_of(decoding.replica, self.objectives, decoding.count + 1)
         return replace(self, prefilling=prefilling, decoding=decoding)
 
     def limits(self) -> dict[str, int]:
@@ -284,12 +274,7 @@ class Planner:
             prefill = _prefill(replica, objectives, rows=decoding.rows, iteration_s_max=limit_s)
             prefilling = self._computing(replica, objectives, decoding.count, prefill)
             if prefilling and prefilling.price < price_max:
-                decoding = replace(
-                    decoding,
-                    count=prefilling.count,
-                    rows=max(objectives.generating / prefilling.count, 1.0),
-                    tbt_s=_decode_s(replica, objectives, prefilling.count),
-                )
+                decoding = _decoding_of(replica, objectives, prefilling.count)
                 best = self._plan(objectives, prefilling, decoding, colocated=True)
                 price_max = best.price
         return best
@@ -412,14 +397,17 @@ def _decode_s(replica: Replica, objectives: Objectives, count: int) -> float:
     return replica.token_s(objectives.generating / count, objectives.context)
 
 
-def _decode(replica: Replica, objectives: Objectives, count: int) -> Decoding | None:
+def _decoding_of(replica: Replica, objectives: Objectives, count: int) -> Decoding:
     rows = max(objectives.generating / count, 1.0)
-    if replica.kv_tokens < math.ceil(rows) * objectives.context:
+    return Decoding(replica=replica, count=count, rows=rows, tbt_s=_decode_s(replica, objectives, count))
+
+
+def _decode(replica: Replica, objectives: Objectives, count: int) -> Decoding | None:
+    """None where the rows have no room, or take too long."""
+    found = _decoding_of(replica, objectives, count)
+    if replica.kv_tokens < math.ceil(found.rows) * objectives.context or found.tbt_s > objectives.tbt_s:
         return None
-    tbt_s = _decode_s(replica, objectives, count)
-    if tbt_s > objectives.tbt_s:
-        return None
-    return Decoding(replica=replica, count=count, rows=rows, tbt_s=tbt_s)
+    return found
 
 
 def _longest(keeps: Callable[[int], bool]) -> int:

@@ -22,8 +22,8 @@ _MANY = 1 << 30  # prompts in a queue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Of each request `context` tokens, of which `new` are computed, answered with `answer` tokens;
-    `requests_s` of them a second, at random."""
+    """Each request's prompt is `context` tokens, of which the last `new` are computed. It is answered with
+    `answer` tokens. `requests_s` of them come a second, at random."""
 
     context: int
     new: int

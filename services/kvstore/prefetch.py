@@ -94,67 +94,49 @@ class Prefetcher:
                     return
             loads = self.step()
             with self._lock:
-                if not loads and not self._stopping:
+                # A turn that began since then has woken nobody.
+                if not loads and not self._begun and not self._stopping:
                     self._wake.wait(_POLL_S if len(self._hints) else None)
             self._await(loads)
 
     def step(self) -> list[BlockLoad]:
         """Begins to fetch the next batch; empty where there is nothing to fetch, or no room for it."""
+        condition = threading.Condition()
         with self._lock:
             self._hints.expire(self._clock.monotonic_s())
-            model, batch, loads = self._begin_begun()
-            if not batch:
-                model, batch, loads = self._begin()
+            batch = self._pin_begun(condition) or self._pin_hinted(condition)
+            loads = [block.load for block in batch if block.load is not None]
         if batch:
             try:
-                self._start_loads(model, batch, 0)
+                self._start_loads(batch[0].space.shape.model, batch, 0)
             except Exception:
                 log.exception("blocks could not be fetched ahead of use")
         return loads
 
-    def _begin_begun(self) -> tuple[bytes, list[Block], list[BlockLoad]]:
-        """As `_begin`, of the turn that has begun first and has any left to fetch."""
+    def _pin_begun(self, condition: threading.Condition) -> list[Block]:
+        """The next blocks of the turn that has begun first and has any left to fetch."""
         batch: list[Block] = []
-        loads: list[BlockLoad] = []
-        condition = threading.Condition()
         size = 0
         while self._begun and not batch:
             turn = self._begun[0]
             for block_id in turn.left:
                 block = self._catalog.find(turn.model, block_id)
-                if block is None:
-                    self._begun.popleft()
-                    break
-                if block.dram is not None:
+                if block is not None and block.dram is not None:
                     continue
-                if not self._pin(block, batch, loads, condition):
+                if block is None or not self._pin(block, condition):
                     self._begun.popleft()
                     break
+                batch.append(block)
                 size += block.space.shape.slot_bytes
                 if size >= BATCH_BYTES:
                     break
             else:
                 self._begun.popleft()
-        return _model_of(batch), batch, loads
+        return batch
 
-    def _pin(
-        self, block: Block, batch: list[Block], loads: list[BlockLoad], condition: threading.Condition
-    ) -> bool:
-        """Whether there is room for a block that is on disk: it is one of the batch then, and its load keeps
-        it pinned."""
-        if not self._catalog.pin(block, sparing=True):
-            return False
-        loads.append(self._begin_load(block, condition))
-        batch.append(block)
-        self._catalog.unpin(block)
-        self._catalog.counters.prefetched += 1
-        return True
-
-    def _begin(self) -> tuple[bytes, list[Block], list[BlockLoad]]:
-        """Pins the next blocks to fetch of what is hinted, all of one model."""
+    def _pin_hinted(self, condition: threading.Condition) -> list[Block]:
+        """The next blocks of what is hinted, all of one model."""
         batch: list[Block] = []
-        loads: list[BlockLoad] = []
-        condition = threading.Condition()
         window = self._hints.window() if self._catalog.looks_ahead else {}
         size = 0
         for use in self._hints.upcoming():
@@ -166,15 +148,21 @@ class Prefetcher:
                 if block.dram is not None or (batch and block.space is not batch[0].space):
                     continue
                 size += block.space.shape.slot_bytes
-                if (batch and size > BATCH_BYTES) or not self._pin(block, batch, loads, condition):
-                    return _model_of(batch), batch, loads
-        return _model_of(batch), batch, loads
+                if (batch and size > BATCH_BYTES) or not self._pin(block, condition):
+                    return batch
+                batch.append(block)
+        return batch
+
+    def _pin(self, block: Block, condition: threading.Condition) -> bool:
+        """Whether there is room for a block that is on disk: its load keeps it pinned then."""
+        if not self._catalog.pin(block, sparing=True):
+            return False
+        self._begin_load(block, condition)
+        self._catalog.unpin(block)
+        self._catalog.counters.prefetched += 1
+        return True
 
     def _await(self, loads: Sequence[BlockLoad]) -> None:
         give_up_s = time.monotonic() + _LOAD_S_MAX
         for load in loads:
             load.wait_over(max(0.0, give_up_s - time.monotonic()))
-
-
-def _model_of(batch: Sequence[Block]) -> bytes:
-    return batch[0].space.shape.model if batch else b""
