@@ -188,12 +188,11 @@ def tables(
             param="prefill",
         )
     shapes = {service: shape_of(service, settings, user) for service in ENGINES}
-    for number, name in enumerate(("stages", "tensor")):
-        count = max(shape[number] for shape in shapes.values())
+    for name, count in zip(("stages", "tensor"), shapes["prefill"], strict=True):
         if settings.colocated and count > 1:
             raise InvalidInput(
-                f"colocated = true in [up] has decode compute prompts, in one process, and {name} = {count}: "
-                "leave one of them out",
+                f"colocated = true in [up] starts no prefill processes, and {name} = {count}: decode_{name} "
+                "is for those that compute prompts and generate",
                 param=name,
             )
     for name, count in zip(("decode_stages", "decode_tensor"), shapes["decode"], strict=True):

@@ -308,18 +308,28 @@ class Engine:
         self.answer_switches()  # those that were switched are in no iteration
         self._flush()
 
-    def take_results(self, iteration: Iteration, tokens: Sequence[Sequence[pb.SampledToken]] | None) -> None:
-        sampled = tokens or [()] * len(iteration.groups)
+    def took(self, iteration: Iteration) -> None:
         spans = [group for group in iteration.groups if isinstance(group, PromptSpan)]
-        seconds = iteration.timing.own_s
-        computed_s = seconds - sum(span.waited_s for span in spans)
-        if tokens is not None:
-            self._budget.iterated(computed_s)
-        if tokens is not None and not iteration.failures and not iteration.prompt_logprobs:
+        computed_s = iteration.timing.own_s - sum(span.waited_s for span in spans)
+        self._budget.iterated(computed_s)
+        if not iteration.failures and not iteration.prompt_logprobs:
             self.predictor.learn(iteration.work, computed_s - iteration.timing.waiting_s)
             if self._speculation is not None and not spans:
                 self._speculation.took(iteration.work, computed_s - iteration.timing.waiting_s)
+
+    def take_results(
+        self,
+        iteration: Iteration,
+        tokens: Sequence[Sequence[pb.SampledToken]] | None,
+        groups: Collection[int] | None = None,
+    ) -> None:
+        if groups is None and tokens is not None:
+            self.took(iteration)
+        sampled = tokens or [()] * len(iteration.groups)
+        seconds = iteration.timing.own_s
         for number, group in enumerate(iteration.groups):
+            if groups is not None and number not in groups:
+                continue
             failure = iteration.failures.get(number)
             if isinstance(group, TokenRows):
                 if tokens is None or failure is not None:

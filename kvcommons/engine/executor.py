@@ -51,8 +51,17 @@ class Work(Protocol):
         """An iteration on the engine's thread stands between two of its layers: what cannot wait for its end
         goes first."""
 
-    def take_results(self, iteration: Iteration, tokens: Sequence[Sequence[pb.SampledToken]] | None) -> None:
-        """An iteration has ended; without tokens where it failed as a whole."""
+    def take_results(
+        self,
+        iteration: Iteration,
+        tokens: Sequence[Sequence[pb.SampledToken]] | None,
+        groups: Collection[int] | None = None,
+    ) -> None:
+        """An iteration has ended; without tokens where it failed as a whole. `groups`: of which it is known
+        what came, by number, where others are under way still; of the whole `took` is called then."""
+
+    def took(self, iteration: Iteration) -> None:
+        """It has ended, and went well as a whole: what it took is learnt."""
 
     def sampled(self, key: int, token: pb.SampledToken) -> None:
         """The stage that ends the model has sampled the token that follows a prompt."""

@@ -95,12 +95,15 @@ class IterationCosts:
         """0 until anything was measured."""
         return sum(cost * amount for cost, amount in zip(self.of_units, amounts(work), strict=True))
 
-    def prompt_seconds(self, positions: range, chunk_tokens: int) -> float:
-        """Of these of a prompt, in as many chunks as they take; 0 until a chunk was measured."""
+    def prompt_seconds(self, positions: range, chunk_tokens: int, stages: int = 1) -> float:
+        """Of these of a prompt, in as many chunks as they take, each of which enters a line of so many stages
+        as soon as the one before has left the first (Mnemosyne, equation 8); 0 until a chunk was
+        measured."""
         if not positions or not self.chunks:
             return 0.0
         chunks, whole = -(-len(positions) // chunk_tokens), IterationWork.of_chunk(positions)
-        return chunks * self.seconds(replace(whole, rows=whole.rows / chunks, pairs=whole.pairs / chunks))
+        chunk_s = self.seconds(replace(whole, rows=whole.rows / chunks, pairs=whole.pairs / chunks))
+        return (chunks + stages - 1) * chunk_s / stages
 
 
 def amounts(work: IterationWork) -> tuple[float, ...]:

@@ -72,9 +72,9 @@ class Predictor:
         """0 until anything was measured."""
         return self.costs.seconds(work)
 
-    def prompt_seconds(self, positions: range, chunk_tokens: int) -> float:
+    def prompt_seconds(self, positions: range, chunk_tokens: int, stages: int = 1) -> float:
         """As of `IterationCosts`."""
-        return self.costs.prompt_seconds(positions, chunk_tokens)
+        return self.costs.prompt_seconds(positions, chunk_tokens, stages)
 
     def knows(self, work: IterationWork) -> bool:
         """Whether what was measured is enough to say what such an iteration takes."""

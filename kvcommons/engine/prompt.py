@@ -77,6 +77,42 @@ class PromptSink(Protocol):
         """Nobody wants it any more."""
 
 
+class StaysHere:
+    """The `PromptSink` of a prompt whose sequence generates on the instance that computed it: its KV is where
+    it belongs."""
+
+    goes_on = True
+
+    def __init__(self, job: pb.Job | None = None) -> None:
+        """`job`: as it came, where other stages have to be told of it."""
+        self.job = job
+
+    @property
+    def failure(self) -> KVCommonsError | None:
+        return None
+
+    def began(self, prompt: Prompt, queued_us: int) -> None:
+        """Nothing to do: the result says how long the prompt was queued."""
+
+    def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
+        """Nothing to do: the blocks are where they belong."""
+
+    def scored(self, prompt: Prompt, logprobs: pb.PromptLogprobs) -> None:
+        raise AssertionError("a prompt whose logprobs are asked for is not taken")
+
+    def finished(self, prompt: Prompt, first: FirstToken) -> None:
+        """Nothing to do: its sequence goes on."""
+
+    def refused(self, error: KVCommonsError) -> None:
+        """Nothing to do: nobody asked."""
+
+    def failed(self, error: KVCommonsError) -> None:
+        """Nothing to do: its sequence ends."""
+
+    def cancelled(self) -> None:
+        """Nothing to do: the caller that cancels knows."""
+
+
 class PromptMemory(Protocol):
     """How a prompt comes by the blocks that its KV is computed in."""
 

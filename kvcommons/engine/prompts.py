@@ -54,13 +54,14 @@ class Prompts:
         read_buffer: ReadBuffer,
         predictor: Predictor | None = None,
         cost: LoadOrCompute | None = None,
+        stages: int = 1,
         tracer: Tracer,
         tbt_objective_s: float = math.inf,
         lends: Callable[[], bool] = lambda: False,
         cores: CoreLock | None = None,
     ) -> None:
         """`chunk_tokens`: of one iteration, at most. `histories` loads what the store has of prompts, as far
-        ahead as `read_buffer` allows, where `cost` finds that faster than to compute it.
+        ahead as `read_buffer` allows, where `cost` finds that faster than to compute it, in so many `stages`.
         `tbt_objective_s`: between two tokens of the sequences that generate beside prompts. `lends`: whether
         others' attention waits for this process, too. `cores`: where other engines of the host share
         them."""
@@ -69,7 +70,8 @@ class Prompts:
         self._chunk_tokens = chunk_tokens
         self._keeper = keeper
         self.predictor = predictor or Predictor()
-        cost = cost or LoadOrCompute(partial(self.predictor.prompt_seconds, chunk_tokens=chunk_tokens))
+        compute_s = partial(self.predictor.prompt_seconds, chunk_tokens=chunk_tokens, stages=stages)
+        cost = cost or LoadOrCompute(compute_s)
         self.preloading = Preloading(core, histories, cost, read_buffer)
         self._tracer = tracer
         self._prompts: dict[int, Prompt] = {}

@@ -1118,7 +1118,7 @@ Global___BeginPrompt: _TypeAlias = BeginPrompt  # noqa: Y015
 @_typing.final
 class ReserveSequence(_message.Message):
     """A sequence that is to generate here, when it has its blocks: the KV of its prompt is written to them (WriteBlocks, with
-    its number as the handle and the stages' epoch), or loaded.
+    its number as the handle and the stages' epoch), or loaded; or it is computed here, chunk by chunk.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1127,6 +1127,7 @@ class ReserveSequence(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     shared_blocks: _builtins.int
     """leading ones, that others have too: nobody writes to them"""
@@ -1134,6 +1135,10 @@ class ReserveSequence(_message.Message):
     def job(self) -> _common_pb2.Job: ...
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceRun]: ...
+    @_builtins.property
+    def prompt(self) -> Global___ComputedPrompt:
+        """its prompt is computed here: its history is there, and its first span comes next"""
+
     def __init__(
         self,
         *,
@@ -1141,14 +1146,43 @@ class ReserveSequence(_message.Message):
         job: _common_pb2.Job | None = ...,
         shared_blocks: _builtins.int = ...,
         runs: _abc.Iterable[Global___SequenceRun] | None = ...,
+        prompt: Global___ComputedPrompt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "runs", b"runs", "sequence", b"sequence", "shared_blocks", b"shared_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "prompt", b"prompt", "runs", b"runs", "sequence", b"sequence", "shared_blocks", b"shared_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveSequence: _TypeAlias = ReserveSequence  # noqa: Y015
+
+@_typing.final
+class ComputedPrompt(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    LOADED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SAVE_FROM_FIELD_NUMBER: _builtins.int
+    device_blocks: _builtins.int
+    """leading ones, that were found in the stages' memory"""
+    loaded_blocks: _builtins.int
+    """after those, from the kvstore"""
+    save_from: _builtins.int
+    """the kvstore is not known to have blocks from here on"""
+    def __init__(
+        self,
+        *,
+        device_blocks: _builtins.int = ...,
+        loaded_blocks: _builtins.int = ...,
+        save_from: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "loaded_blocks", b"loaded_blocks", "save_from", b"save_from"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputedPrompt: _TypeAlias = ComputedPrompt  # noqa: Y015
 
 @_typing.final
 class JoinTargets(_message.Message):

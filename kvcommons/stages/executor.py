@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from kvcommons.engine.batch import by_holder
 from kvcommons.engine.core import Core
 from kvcommons.engine.executor import Composer, Inline, Work
+from kvcommons.engine.iteration import Rows
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.prompts import PromptSpan
+from kvcommons.engine.sequence import Sequence as GeneratingSequence
 from kvcommons.engine.token_rows import TokenRows
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.stages.batches import SteppedBatches, next_batch
@@ -18,9 +20,10 @@ from kvcommons.stages.iteration import StageIteration
 
 
 class Pipelined(Inline):
-    """Chunks of prompts, or batches of sequences that generate: several are under way, each in another stage.
-    A sequence is in one batch at a time, until the last stage has sampled its token; what is wanted of it
-    meanwhile waits."""
+    """Iterations of a batch of sequences that generate, of chunks of prompts, or of both: several are under
+    way, each in another stage. A sequence is in one batch at a time, until the last stage has sampled its
+    token; what is wanted of it meanwhile waits. A prompt's next chunk enters as soon as the last one has left
+    the first stage."""
 
     def __init__(self, core: Core, composer: Composer, group: StageGroup) -> None:
         super().__init__(composer)
@@ -28,6 +31,7 @@ class Pipelined(Inline):
         self._group = group
         self._batches = SteppedBatches(core)
         self._waiting: dict[int, list[Callable[[], None]]] = {}  # for sequences whose tokens are under way
+        self._beside = IterationWork()  # of the last batch
         self._work: Work
         group.landing = self
 
@@ -37,19 +41,26 @@ class Pipelined(Inline):
     def advance(self, work: Work) -> bool:
         self._work = work
         if self._group.takes_more():
-            return self._generate(work) or self._compute(work)
+            return self._compute(work)
         work.idle()
         return False
 
     def generate(self, work: Work) -> None:
-        if self._group.takes_more():
-            self._generate(work)
+        """Not among ranks: those beside this one are in the midst of the chunk, too."""
+        if self._group.shared is None and self._group.takes_more():
+            rows = self._next_batch(list(work.make_room().values()))
+            if rows is not None:
+                self._carry_out(work, [rows])
 
     def landed(self, iteration: StageIteration, tokens: Mapping[int, pb.SampledToken]) -> None:
         """The last stage has sampled these tokens, by sequence. Raises ValueError where one is missing."""
-        for group in iteration.groups:
+        # It took as long as all stages did: so what is predicted of it is.
+        iteration.timing.came_back(time.monotonic() - iteration.left_s)
+        self._work.took(iteration)
+        for number in iteration.going_on:
+            group = iteration.groups[number]
             if isinstance(group, TokenRows):
-                self._generated(iteration, group, tokens)
+                self._generated(iteration, number, group, tokens)
             elif isinstance(group, PromptSpan) and group.prompt.key in tokens:
                 self._work.sampled(group.prompt.key, tokens[group.prompt.key])
 
@@ -75,49 +86,74 @@ class Pipelined(Inline):
         self._group.leave(key)
 
     def _compute(self, work: Work) -> bool:
-        """A chunk, or several."""
-        spans = work.spans(beside=IterationWork())
-        if not spans:
-            work.idle()
-            return False
-        iteration = StageIteration(self._core, spans, entered=self._group.shared)
-        tokens = self.run(work, iteration)
-        if tokens is None:
-            self._group.failed(iteration)
+        """A token of each sequence of the next batch, and chunks beside them; chunks that have to be alone
+        come after it. One that enters while all sequences are under way is as long as it may be beside
+        tokens: those will be behind it."""
+        generating = list(work.make_room().values())
+        rows = self._next_batch(generating)
+        spans = work.spans(
+            beside=self._beside if generating else IterationWork(),
+            objectives_s={one.request.tbt_objective_s for one in generating},
+        )
+        if rows is not None and any(span.exclusive for span in spans):
+            self._carry_out(work, [rows])
+            rows = None
+        groups: list[Rows] = [*([] if rows is None else [rows]), *spans]
+        if groups:
+            self._carry_out(work, groups)
         else:
-            self._group.pass_on(iteration)
-        work.take_results(iteration, tokens)
-        return True
+            work.idle()
+        return bool(groups)
 
-    def _generate(self, work: Work) -> bool:
-        """A token of each sequence of the next batch. Where another stage is the last, nothing of it is known
-        before that one has it: no command is carried out in its middle, and its results are taken when it has
-        landed."""
-        ready = work.make_room()
-        keys = next_batch(list(ready), self._waiting, self._group.stages)
+    def _next_batch(self, generating: Sequence[GeneratingSequence]) -> TokenRows | None:
+        """None while the tokens of all that generate are under way."""
+        by_key = {one.key: one for one in generating}
+        keys = next_batch(list(by_key), self._waiting, self._group.stages)
         if not keys:
-            return False
-        rows = self._composer.rows(self._batches.of(by_holder([ready[key] for key in keys])))
-        iteration = StageIteration(self._core, [rows], entered=self._group.shared)
-        tokens = iteration.run_or_fail()
+            return None
+        batch = self._batches.of(by_holder([by_key[key] for key in keys]))
+        self._beside = self._composer.work(batch)
+        return self._composer.rows(batch)
+
+    def _carry_out(self, work: Work, groups: Sequence[Rows]) -> None:
+        """As far as the first stage goes. What comes of chunks is known then; of tokens, where another stage
+        is the last, when the iteration has landed. No command is carried out in the midst of one of tokens
+        alone."""
+        iteration = StageIteration(self._core, groups, entered=self._group.shared)
+        chunks = any(isinstance(group, PromptSpan) for group in groups)
+        tokens = self.run(work, iteration) if chunks else iteration.run_or_fail()
         if tokens is None:
             self._group.failed(iteration)
-        elif not iteration.failures and self._group.pass_on(iteration):
-            self._waiting |= {key: [] for key in keys}
-            return True
-        sampled = bool(iteration.failures) or self._core.model.last
-        work.take_results(iteration, tokens if sampled else None)
-        return True
+            work.take_results(iteration, None)
+            return
+        last = self._core.model.last
+        away = [
+            number
+            for number, group in enumerate(groups)
+            if isinstance(group, TokenRows) and number not in iteration.failures and not last
+        ]
+        # Where it does not go on the epoch is over: what ends these sequences waits for this iteration.
+        if self._group.pass_on(iteration):
+            self._waiting |= {key: [] for number in away for key in _keys(groups[number])}
+        if last:
+            work.took(iteration)
+        known = [number for number in range(len(groups)) if number not in away]
+        work.take_results(iteration, tokens, groups=known)
 
     def _generated(
-        self, iteration: StageIteration, rows: TokenRows, tokens: Mapping[int, pb.SampledToken]
+        self, iteration: StageIteration, number: int, rows: TokenRows, tokens: Mapping[int, pb.SampledToken]
     ) -> None:
-        keys = [sequence.key for sequence in rows.batch.sequences]
+        keys = _keys(rows)
         if any(key not in tokens for key in keys):
             raise ValueError("an iteration came back without the token of one of its sequences")
         commands = [command for key in keys for command in self._waiting.pop(key)]
-        # A token takes as long as all stages do: so what is predicted of one is.
-        iteration.timing.came_back(time.monotonic() - iteration.left_s)
-        self._work.take_results(iteration, [[tokens[key] for key in keys]])
+        sampled: list[list[pb.SampledToken]] = [[] for _ in iteration.groups]
+        sampled[number] = [tokens[key] for key in keys]
+        self._work.take_results(iteration, sampled, groups=[number])
         for command in commands:
             command()
+
+
+def _keys(rows: Rows) -> list[int]:
+    assert isinstance(rows, TokenRows)
+    return [sequence.key for sequence in rows.batch.sequences]

@@ -4,6 +4,7 @@ reports of what it has done."""
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from kvcommons.engine.core import Core
 from kvcommons.engine.executor import Composer
 from kvcommons.engine.history import Condemner, Histories, Load
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.prompt import Prompt, PromptMemory
+from kvcommons.engine.prompt import Prompt, PromptMemory, StaysHere
 from kvcommons.engine.prompt_memory import WholePrompt
 from kvcommons.engine.prompts import Prompts, PromptSpan
 from kvcommons.engine.request import Request
@@ -272,10 +274,13 @@ class FollowedEpoch:
                 spread.close_window()
                 self._changed.notify_all()
         for one in spans:
+            key, delivers = one.prompt.key, self._held[one.prompt.key]
+            if not isinstance(delivers, HeldPrompt):
+                continue
             if one.chunk.stop == one.prompt.tokens:
-                self._seal(one.prompt.key)
+                delivers.delivery.seal(partial(self._delivered, key))
             elif (undelivered := one.prompt.sink.failure) is not None:
-                self._delivered(one.prompt.key, undelivered)
+                self._delivered(key, undelivered)
 
     def _advance(self, span: pb.StageSpan) -> HeldSequence:
         held = self._held[span.sequence]
@@ -301,7 +306,9 @@ class FollowedEpoch:
         self._pass_on(plan, [], None)
 
     def _span(self, span: pb.StageSpan) -> PromptSpan:
-        held = self._prompt(span.sequence)
+        held = self._held[span.sequence]
+        if held.prompt is None:
+            raise InvalidInput("a chunk was planned of a sequence whose prompt is not computed here")
         if not span.tokens:
             raise InvalidInput("a chunk without tokens was planned")
         if isinstance(held, HeldSpread):
@@ -312,7 +319,7 @@ class FollowedEpoch:
     def _prompt(self, key: int) -> HeldPrompt:
         held = self._held[key]
         if not isinstance(held, HeldPrompt):
-            raise InvalidInput("a chunk was planned of a sequence whose prompt is not computed here")
+            raise InvalidInput("holders were to join a sequence whose prompt is not handed over")
         return held
 
     def _pass_on(self, plan: pb.StagePlan, spans: list[pb.StageSpan], hidden: Tensor | None) -> None:
@@ -399,9 +406,25 @@ class FollowedEpoch:
         sequence = self._sequence(reserve.sequence, reserve.job)
         runs = self._holders.runs(reserve.runs, 0)
         held = HeldSequence(sequence, runs, shared_blocks=reserve.shared_blocks)
+        if reserve.HasField("prompt"):
+            held.prompt = self._computed_here(sequence, reserve.prompt)
         with self._changed:
             self._held[reserve.sequence] = held
             self._changed.notify_all()
+
+    def _computed_here(self, sequence: Sequence, computed: pb.ComputedPrompt) -> Prompt:
+        prompt = Prompt(
+            sequence=sequence,
+            sink=StaysHere(),
+            memory=self._parts.whole,
+            deadline_s=math.inf,  # the first stage has it
+            submitted_s=time.monotonic(),
+            blocks=sequence.local_blocks(),
+            save_from=computed.save_from,
+        )
+        prompt.reuse(device=computed.device_blocks, loaded=computed.loaded_blocks)
+        self._parts.prompts.save_found(prompt)
+        return prompt
 
     def _grow(self, grow: pb.GrowSequence) -> None:
         held = self._held[grow.sequence]
@@ -441,11 +464,6 @@ class FollowedEpoch:
                 load.narrow(narrow.blocks)
             else:
                 load.cancel()
-
-    def _seal(self, key: int) -> None:
-        held = self._held[key]
-        assert isinstance(held, HeldPrompt)
-        held.delivery.seal(lambda failure: self._delivered(key, failure))
 
     def _delivered(self, key: int, failure: KVCommonsError | None) -> None:
         error = failure.to_detail() if failure is not None else None

@@ -21,7 +21,7 @@ from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Condemner, Load
 from kvcommons.engine.iteration import Rows
-from kvcommons.engine.prompt import FirstToken, Prompt
+from kvcommons.engine.prompt import FirstToken, Prompt, StaysHere
 from kvcommons.engine.prompts import PromptSpan
 from kvcommons.engine.sequence import LocalRun
 from kvcommons.engine.sequence import Sequence as Generating
@@ -201,6 +201,12 @@ class StageGroup:
         writes to. It fails where the epoch in which it was given its blocks is over."""
         self.engine.post(lambda: self._reserve(formed, sequence, job, shared_blocks))
 
+    def came_apart(self, formed: EpochState) -> KVCommonsError | None:
+        """Why nothing comes of a sequence that was given its blocks in that epoch."""
+        return (
+            None if self._epoch is formed else Unavailable("the stages came apart: go on elsewhere, or here")
+        )
+
     def form(self, members: Sequence[StageAddress]) -> None:
         """Has all of them join a new epoch, in the order of their numbers. Blocks; raises what one of them
         raises, Unavailable, DeadlineExceeded."""
@@ -305,6 +311,8 @@ class StageGroup:
     def _prompt_changes(self, formed: EpochState, prompt: Prompt) -> list[pb.StageChange]:
         """That it begins, and which holders have joined it."""
         sink = prompt.sink
+        if isinstance(sink, StaysHere):
+            return [] if formed.outstanding.begun(prompt.key) else [self._begin_here(formed, prompt, sink)]
         assert isinstance(sink, StagedHandOver)
         places, known = sink.targets.places, sink.announced
         sink.announced = len(places)
@@ -371,20 +379,31 @@ class StageGroup:
     ) -> None:
         if sequence.ended:
             return
-        if self._epoch is not formed:
-            self.engine.fail(sequence.key, Unavailable("the stages came apart: go on elsewhere, or here"))
+        gone = self.came_apart(formed)
+        if gone is not None:
+            self.engine.fail(sequence.key, gone)
             return
+        reserve = self._held(formed, sequence, job)
+        reserve.shared_blocks = shared_blocks
+        formed.send([pb.StageChange(reserve=reserve)])
+
+    def _begin_here(self, formed: EpochState, prompt: Prompt, sink: StaysHere) -> pb.StageChange:
+        """A prompt whose sequence goes on here: before its first chunk its blocks may become others."""
+        assert sink.job is not None, "a prompt of an instance in stages"
+        reserve = self._held(formed, prompt.sequence, sink.job)
+        reserve.prompt.device_blocks = prompt.device_blocks
+        reserve.prompt.loaded_blocks = prompt.loaded_blocks
+        reserve.prompt.save_from = prompt.save_from
+        return pb.StageChange(reserve=reserve)
+
+    def _held(self, formed: EpochState, sequence: Generating, job: common_pb2.Job) -> pb.ReserveSequence:
+        """Its blocks are nobody else's before all stages have ended it."""
         blocks = sequence.local_blocks()
         self.core.allocator.retain(blocks)
         formed.outstanding.begin(sequence.key, blocks, delivers=False)
         formed.generating[sequence.key] = sequence.blocks
-        reserve = pb.ReserveSequence(
-            sequence=sequence.key,
-            job=job,
-            runs=[run_message(run) for run in sequence.runs],
-            shared_blocks=shared_blocks,
-        )
-        formed.send([pb.StageChange(reserve=reserve)])
+        runs = [run_message(run) for run in sequence.runs]
+        return pb.ReserveSequence(sequence=sequence.key, job=job, runs=runs)
 
     def _grow(self, formed: EpochState, sequence: Generating) -> list[pb.StageChange]:
         """What the other stages do not know yet of its room."""

@@ -20,6 +20,10 @@ from kvcommons.rblock.allocator import BlockAllocator
 class Held(Protocol):
     """A sequence that the first stage has begun."""
 
+    @property
+    def prompt(self) -> Prompt | None:
+        """Its prompt, where that is computed here."""
+
     ended: bool  # by the first stage; it is reported once nothing of it is under way here
 
     @property
@@ -111,11 +115,12 @@ class HeldSpread(HeldPrompt):
 
 
 class HeldSequence:
-    """One that generates here, and whose prompt's KV comes from elsewhere."""
+    """One that generates here. Its prompt's KV comes from elsewhere, or is computed in the same blocks."""
 
     def __init__(self, sequence: Sequence, runs: Iterable[Run], *, shared_blocks: int) -> None:
         """In `runs`; its leading `shared_blocks` are others', too."""
         self.sequence = sequence
+        self.prompt: Prompt | None = None
         self.ended = False
         self._shared_blocks = shared_blocks
         self.grow(runs)
@@ -147,7 +152,7 @@ class HeldSequence:
         if self.ended:
             raise StaleEpoch("the sequence has ended: its blocks are given to others")
         blocks = self.blocks[first : first + count]
-        if first < self._shared_blocks or not blocks or len(blocks) < count:
+        if self.prompt is not None or first < self._shared_blocks or not blocks or len(blocks) < count:
             raise InvalidInput(
                 f"blocks {first} … {first + count - 1} are not this sequence's to be written: it has "
                 f"{self._shared_blocks} … {len(self.blocks) - 1}"
@@ -157,7 +162,7 @@ class HeldSequence:
     def advance(self, span: pb.StageSpan) -> None:
         """Its next token is computed now. Raises InvalidInput for another one."""
         sequence = self.sequence
-        if sequence.computed == 0:  # its prompt is here, as prefill or the store had it
+        if not sequence.prompt_computed:  # now it is here, and saved, by whomever
             sequence.computed = len(sequence.request.tokens)
             sequence.newly_full()
         if span.first != len(sequence.tokens):

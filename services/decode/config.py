@@ -23,8 +23,7 @@ class DecodeConfig:
     # PEM: the public key of the router's tenant_key; calls for a tenant have to be signed. None: they are
     # not.
     tenant_key: str | None = None
-    # In stages and ranks nothing is lent to others, ranks borrow of head groups only, and prefill computes
-    # all prompts.
+    # In stages and ranks nothing is lent to others, and ranks borrow of head groups only.
     shape: StageSettings = field(default_factory=StageSettings)
     placement: str = "overflow"  # local, overflow, offload, grow or auto; see docs/placement.md
     holder_tokens: Annotated[int, Ge(1)] = 16384  # of one sequence, the most on one holder (placement grow)
@@ -70,7 +69,5 @@ class DecodeConfig:
             raise ValueError(f'pipelining = "on" {alone}: batches alternate in stages by themselves')
         if self.mini_batches:
             raise ValueError(f"mini_batches {alone}: each stage sends a holder one message a layer")
-        if self.colocated:
-            raise ValueError(f"colocated {alone}: prefill computes the prompts, which may have the same")
         if self.core_lock:
             raise ValueError(f"core_lock {alone}: all of its processes compute at the same time")

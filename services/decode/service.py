@@ -163,15 +163,18 @@ class DecodeParts:
         if self.group is not None:
             histories = StagedHistories(histories, self.group.load)
         local_tokens = core.info.context_window if config.colocated else config.max_local_prefill_tokens
-        if local_tokens and not staged:
+        if local_tokens:
             prompts = Prompts(
                 core,
                 scheduler,
                 chunk_tokens=config.chunk_tokens,
                 keeper=self.keeper,
                 histories=histories,
-                read_buffer=ReadBuffer(layers=core.layout.layers, bytes_max=READ_BUFFER_BYTES),
+                read_buffer=ReadBuffer(
+                    layers=len(core.layers), bytes_max=READ_BUFFER_BYTES, whole_first=staged
+                ),
                 predictor=predictor,
+                stages=len(share.ranges),
                 tracer=process.telemetry.tracer,
                 tbt_objective_s=config.tbt_objective_s,
                 lends=lambda: bool(self.holder.lent_blocks),
@@ -268,6 +271,8 @@ class DecodeParts:
                 chunk_tokens=config.chunk_tokens,
                 push_deadline_s=config.push_deadline_s,
                 dialer=dialer,
+                sink=self.group.sink if self.group is not None else None,
+                stages=len(share.ranges),
             )
         self.growth = Growth(
             core,
@@ -435,15 +440,20 @@ async def serve(config: DecodeConfig, process: Process) -> None:
 
     def describe_prefill() -> ledger_pb2.Instance:
         assert prefill is not None
-        ready = server.ready and not process.stop.is_set()
-        return prefill.describe(registered("prefill", f"{process.instance_id}-prefill"), ready=ready)
+        instance = registered("prefill", f"{process.instance_id}-prefill")
+        if share is not None and not share.alone:
+            instance.stage.CopyFrom(share.message())
+            instance.stage.ClearField("division")  # that is for the stages of a prefill
+        together = parts is not None and parts.together
+        return prefill.describe(instance, ready=server.ready and not process.stop.is_set() and together)
 
     def changed() -> None:
         with suppress(RuntimeError):  # the loop is closed: the process is ending
             loop.call_soon_threadsafe(regrouped)
 
     def regrouped() -> None:
-        heartbeats[0].beat_now()
+        for heartbeat in heartbeats:
+            heartbeat.beat_now()
         if formation is not None:
             formation.changed()
 

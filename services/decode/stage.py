@@ -15,7 +15,8 @@ from services.decode.config import DecodeConfig
 def stage_share(config: DecodeConfig, others: Sequence[int] = ()) -> StageShare:
     """`others`: layers of each stage, as others of its group have them. Raises InvalidInput for more stages
     than layers."""
-    work = StageWork(rows=config.max_batch, generates=True)
+    chunks = config.colocated  # then they are most of what is computed
+    work = StageWork(rows=config.chunk_tokens if chunks else config.max_batch, generates=not chunks)
     return share_of(config.engine, config.shape, "decode", work, others)
 
 

@@ -89,7 +89,8 @@ class PrefillParts:
                 dialer=dialer,
             )
             histories = StagedHistories(histories, self.group.load)
-        compute_s = partial(predictor.prompt_seconds, chunk_tokens=config.chunk_tokens)
+        stages = len(share.ranges)
+        compute_s = partial(predictor.prompt_seconds, chunk_tokens=config.chunk_tokens, stages=stages)
         prompts = Prompts(
             core,
             scheduler,
@@ -103,6 +104,7 @@ class PrefillParts:
             ),
             predictor=predictor,
             cost=AlwaysLoad(compute_s) if config.loads == "always" else None,
+            stages=stages,
             tracer=telemetry.tracer,
             cores=cores,
         )
@@ -119,7 +121,7 @@ class PrefillParts:
             push_deadline_s=config.push_deadline_s,
             dialer=dialer,
             sink=self.group.sink if self.group is not None else None,
-            stages=len(share.ranges),
+            stages=stages,
         )
         LoadMetrics(
             telemetry.registry,

@@ -326,7 +326,6 @@ async def test_what_cannot_be_divided_is_refused(engines: Stack, shape: dict[str
         ({"replicas": ("unix:/a", "unix:/b")}, "replicas"),
         ({"pipelining": "on"}, "pipelining"),
         ({"mini_batches": 2}, "mini_batches"),
-        ({"colocated": True}, "colocated"),
         ({"core_lock": "/tmp/cores"}, "core_lock"),
     ],
 )

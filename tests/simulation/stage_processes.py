@@ -32,6 +32,7 @@ class SimulatedStage:
         self.places: dict[int, int] = {}  # of prompts, that it knows of
         self.dropped: set[int] = set()  # spread prompts of which nothing more is computed
         self.tokens: dict[int, list[int]] = {}  # of those held that generate
+        self.local: set[int] = set()  # those whose prompt is computed here
         self.shared: dict[int, int] = {}  # leading blocks of them that nobody writes to
         self.over: set[int] = set()  # held, ended by the first stage
         self.done: set[int] = set()  # held, all of it computed
@@ -47,13 +48,13 @@ class SimulatedStage:
         self.epoch = None
         self.inbox.clear()
         self.held, self.over, self.done, self.report = {}, set(), set(), pb.StageReport()
-        self.tokens, self.shared, self.windows, self.dropped = {}, {}, {}, set()
+        self.tokens, self.shared, self.windows, self.dropped, self.local = {}, {}, {}, set(), set()
 
     def compute(self) -> None:
         """The next plan, once what a spread prompt attends over has arrived."""
         assert self.epoch is not None
         world = self.world
-        if any(world.prompts[key].spread and key in self.pending for key in _prompts(self.inbox[0])):
+        if any(key in self.windows and key in self.pending for key in _prompts(self.inbox[0])):
             return
         plan = self.inbox.popleft()
         stage, rank = divmod(self.number, world.tensor)
@@ -70,6 +71,8 @@ class SimulatedStage:
                 self.held[reserve.sequence] = [block for run in reserve.runs for block in run.blocks]
                 self.tokens[reserve.sequence] = list(world.sequences[reserve.sequence].prompt)
                 self.shared[reserve.sequence] = reserve.shared_blocks
+                if reserve.HasField("prompt"):
+                    self.local.add(reserve.sequence)
             elif change.HasField("grow"):
                 self.held[change.grow.sequence] += [block for run in change.grow.runs for block in run.blocks]
             elif change.HasField("join"):
@@ -81,6 +84,9 @@ class SimulatedStage:
         for span in plan.spans:
             if not span.tokens:
                 self.generate(span)
+                continue
+            if span.sequence in self.local:
+                self.compute_here(span)
                 continue
             if self.places[span.sequence] <= span.first:
                 raise AssertionError(f"stage {self.number}: block {span.first} has no place")
@@ -108,6 +114,11 @@ class SimulatedStage:
                 token = common_pb2.SampledToken(token=following(self.tokens[span.sequence]))
                 if span.HasField("lost"):
                     token = common_pb2.SampledToken(error=span.lost)
+            elif span.sequence in self.local:
+                tokens = self.tokens[span.sequence]
+                if span.first + 1 < len(tokens):
+                    continue
+                token = common_pb2.SampledToken(token=following(tokens))
             elif span.first + 1 == len(world.prompts[span.sequence].labels):
                 token = common_pb2.SampledToken(token=1, position=span.first + 1)
             else:
@@ -136,6 +147,13 @@ class SimulatedStage:
         self.pushes.append((span.sequence, block, prompt.labels[span.first]))
         if span.first + 1 == len(prompt.labels):
             self.done.add(span.sequence)
+
+    def compute_here(self, span: pb.StageSpan) -> None:
+        """The next block of a prompt whose sequence goes on here."""
+        tokens, blocks = self.tokens[span.sequence], self.held[span.sequence]
+        for index in range(span.first):
+            self.check(blocks[index], tuple(tokens[: index + 1]), "a chunk attends over")
+        self.content[blocks[span.first]] = tuple(tokens[: span.first + 1])
 
     @property
     def pending(self) -> list[int]:

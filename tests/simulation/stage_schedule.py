@@ -30,6 +30,7 @@ from tests.simulation.stage_processes import LOST, SimulatedEpoch, SimulatedStag
 from tests.simulation.stage_sequences import (
     NOTHING,
     Label,
+    SimulatedLocal,
     SimulatedPrompt,
     SimulatedRows,
     SimulatedSequence,
@@ -59,6 +60,7 @@ class StageSchedule:
         """A life of the first process."""
         self.waiting: list[int] = []
         self.computing: list[int] = []
+        self.local: list[int] = []  # sequences whose prompt is computed here, and is not yet
         self.generating: list[int] = []
         self.under_way: dict[int, list[Callable[[], None]]] = {}  # what waits for a sequence's token
         self.posted: deque[Callable[[], None]] = deque()
@@ -105,7 +107,7 @@ class StageSchedule:
         if self.generating:
             actions += [self.write] * 2 + [self.generate] * 2
         if kills:
-            actions += [self.submit, self.reserve]
+            actions += [self.submit, self.reserve, self.arrive]
             if self.draw.random() < 0.2:
                 actions.append(self.cancel_sequence)
             if self.draw.random() < 0.2:
@@ -155,6 +157,23 @@ class StageSchedule:
         sequence: Any = one
         self.group.reserve(formed, sequence, common_pb2.Job(), shared_blocks=one.shared)
 
+    def arrive(self) -> None:
+        """A sequence whose prompt is computed here."""
+        try:
+            formed = self.group.check()
+        except Loading:
+            return
+        key = 1000 + len(self.sequences)
+        prompt = tuple(self.draw.randrange(2) for _ in range(self.draw.randrange(1, 5)))
+        one = SimulatedLocal(self, key, prompt, self.draw.randrange(1, 5))
+        one.formed = formed
+        try:
+            one.physical = self.allocator.allocate(len(prompt) + 1)
+        except CapacityExhausted:
+            return
+        self.sequences[key] = one
+        self.posted.append(lambda: self.local.append(key))
+
     def write(self) -> None:
         """Prefill sends one block to one process, or after the last one has come the first token."""
         one = self.sequences[self.draw.choice(self.generating)]
@@ -176,9 +195,9 @@ class StageSchedule:
             self.append(one, following(one.prompt))
 
     def cancel_sequence(self) -> None:
-        if self.generating:
-            key = self.draw.choice(self.generating)
-            self.fail(key, Unavailable("cancelled"))
+        alive = self.generating + self.local
+        if alive:
+            self.fail(self.draw.choice(alive), Unavailable("cancelled"))
 
     def kill(self) -> None:
         number = self.draw.choice(list(self.stage))
@@ -235,30 +254,61 @@ class StageSchedule:
         if self.waiting and self.group.formed:
             self.admit(self.prompts[self.waiting[0]])
         able = [key for key in self.computing if self.prompts[key].computed < len(self.prompts[key].labels)]
-        if not able or not self.group.takes_more():
+        if not self.group.takes_more():
             return
         chosen = [self.prompts[key] for key in able if self.draw.random() < 0.7]
         if chosen and chosen[0].spread:
             self.compute_window(chosen[0])
             return
-        chosen = [prompt for prompt in chosen if not prompt.spread]
+        spans = self.chunks([prompt for prompt in chosen if not prompt.spread])
+        if spans:
+            self.iterate(spans)
+            self.computed(spans)
+
+    def chunks(self, chosen: Sequence[SimulatedPrompt]) -> list[SimulatedSpan]:
+        """Of these, and of some that go on here: the next block of each."""
+        going_on = [self.sequences[key] for key in list(self.local) if self.draw.random() < 0.5]
+        prompts: list[SimulatedPrompt | SimulatedLocal] = list(chosen)
+        prompts += [one for one in going_on if isinstance(one, SimulatedLocal) and self.may_compute(one)]
         spans = []
-        for prompt in chosen:
+        for prompt in prompts:
             at = prompt.computed
+            blocks = prompt.physical if isinstance(prompt, SimulatedLocal) else prompt.blocks
             for index in range(at):
-                if self.content.get(prompt.blocks[index]) != prompt.labels[index]:
+                if self.content.get(blocks[index]) != prompt.labels[index]:
                     raise AssertionError("the first stage attends over another block")
-            self.content[prompt.blocks[at]] = prompt.labels[at]
-            prompt.join(at + self.draw.randrange(1, 3))
+            self.content[blocks[at]] = prompt.labels[at]
+            if isinstance(prompt, SimulatedPrompt):
+                prompt.join(at + self.draw.randrange(1, 3))
             spans.append(SimulatedSpan(prompt, range(at, at + 1)))
-        if not spans:
-            return
-        self.iterate(spans)
-        for prompt in chosen:
-            self.allocator.publish(prompt.blocks[prompt.computed], prompt.ids[prompt.computed])
+        return spans
+
+    def may_compute(self, one: SimulatedLocal) -> bool:
+        """Whether its next block can be; with the first one, what is known by then takes the place of its
+        own."""
+        assert one.formed is not None
+        gone = self.group.came_apart(one.formed)
+        if gone is not None:
+            self.fail(one.key, gone)
+            return False
+        if not one.admitted:
+            found = self.allocator.match([bytes(label) for label in one.labels[:-1]])
+            self.allocator.release(one.physical[: len(found)])
+            one.physical[: len(found)] = found
+            one.device_blocks = one.computed = len(found)
+            one.admitted = True
+        return one.computed < len(one.labels)
+
+    def computed(self, spans: Sequence[SimulatedSpan]) -> None:
+        for span in spans:
+            prompt, at = span.prompt, span.chunk.start
+            blocks = prompt.physical if isinstance(prompt, SimulatedLocal) else prompt.blocks
+            if not prompt.ended:
+                self.allocator.publish(blocks[at], bytes(prompt.labels[at]))
             prompt.computed += 1
             if self.stages == 1 and prompt.computed == len(prompt.labels):
-                self.sampled(prompt.key, common_pb2.SampledToken(token=1, position=prompt.computed))
+                token = following(prompt.prompt) if isinstance(prompt, SimulatedLocal) else 1
+                self.sampled(prompt.key, common_pb2.SampledToken(token=token, position=prompt.computed))
 
     def compute_window(self, prompt: SimulatedPrompt) -> None:
         """The next block of a spread prompt, once the one before is where it is attended over."""
@@ -309,7 +359,8 @@ class StageSchedule:
         if self.group.shared is not None:
             self.group.shared(iteration, hidden)
         for group in groups:
-            if isinstance(group, SimulatedSpan) and self.draw.random() < 0.5:
+            handed_over = isinstance(group, SimulatedSpan) and isinstance(group.prompt, SimulatedPrompt)
+            if handed_over and self.draw.random() < 0.5:
                 group.prompt.join(group.chunk.stop + 1)
         return self.group.pass_on(iteration)
 
@@ -354,7 +405,9 @@ class StageSchedule:
         if not rows:
             return
         group = SimulatedRows(rows, lost)
-        goes_on = self.iterate([group])
+        spans = self.chunks([]) if self.draw.random() < 0.5 else []
+        goes_on = self.iterate([group, *spans])
+        self.computed(spans)
         if self.stages == 1:
             self.take(group, {one.key: following(one.tokens) for one in rows})
             return
@@ -405,6 +458,9 @@ class StageSchedule:
         one.tokens.append(token)
         for index in range(one.computed):
             self.allocator.publish(one.physical[index], bytes(one.tokens[: index + 1]))
+        if one.key in self.local:
+            self.local.remove(one.key)
+            self.generating.append(one.key)
         if len(one.tokens) == len(one.prompt) + one.new:
             expected = list(one.prompt)
             while len(expected) < len(one.tokens):
@@ -426,11 +482,15 @@ class StageSchedule:
     def leave(self, one: SimulatedSequence, result: str) -> None:
         one.ended = True
         one.results.append(result)
-        self.generating.remove(one.key)
+        (self.local if one.key in self.local else self.generating).remove(one.key)
         self.group.leave(one.key)
         self.allocator.release(one.physical)
 
     def sampled(self, key: int, token: common_pb2.SampledToken) -> None:
+        if key in self.sequences:
+            if key in self.local:  # a report may have its last two chunks
+                self.append(self.sequences[key], token.token)
+            return
         prompt = self.prompts[key]
         if not prompt.ended:
             self.finish(prompt)
@@ -438,7 +498,7 @@ class StageSchedule:
             prompt.sink.finished(prompt, first)  # type: ignore[arg-type]
 
     def fail_all(self, error: KVCommonsError) -> None:
-        for key in list(self.generating):
+        for key in self.generating + self.local:
             self.fail(key, error)
         for key in self.computing + self.waiting:
             prompt = self.prompts[key]
@@ -455,7 +515,7 @@ class StageSchedule:
     # What has to hold.
 
     def quiet(self) -> bool:
-        busy = self.waiting or self.computing or self.generating or self.posted or self.pushes
+        busy = self.waiting or self.computing or self.local or self.generating or self.posted or self.pushes
         epoch = next(iter(self.stage.values())).epoch
         lines = epoch is not None and any(epoch.lines.values())
         stages = any(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvcommons.engine.prompt import FirstToken
+from kvcommons.engine.prompt import FirstToken, StaysHere
 from kvcommons.engine.prompts import PromptSpan
 from kvcommons.engine.sequence import LocalRun
 from kvcommons.engine.token_rows import TokenRows
@@ -14,6 +14,7 @@ from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2, prefill_pb2
 from kvcommons.prefill.push import Delivery
 from kvcommons.prefill.targets import TargetTable
+from kvcommons.stages.epoch import EpochState
 from kvcommons.stages.group import StagedHandOver
 from kvcommons.transport.deadline import Deadline
 
@@ -96,6 +97,24 @@ class SimulatedSequence:
     def started(self) -> bool:
         """Its prompt is everywhere, and its first token was heard."""
         return len(self.tokens) > len(self.prompt)
+
+
+class SimulatedLocal(SimulatedSequence):
+    """Its prompt is computed here, a token a chunk; before the first one its leading blocks may become
+    others'."""
+
+    def __init__(self, world: StageSchedule, key: int, prompt: Label, new: int) -> None:
+        super().__init__(world, key, prompt, new)
+        self.formed: EpochState | None = None  # the epoch in which it was given its blocks
+        self.unwritten.clear()
+        self.sampled = True
+        self.sequence = self
+        self.sink = StaysHere(common_pb2.Job())
+        self.memory: Any = SimpleNamespace(keeps=True)
+        self.labels = [prompt[: index + 1] for index in range(len(prompt))]
+        self.device_blocks = self.loaded_blocks = self.save_from = 0
+        self.admitted = False
+        self.computed = 0
 
 
 def following(tokens: Sequence[int]) -> int:

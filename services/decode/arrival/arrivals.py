@@ -90,6 +90,7 @@ class Arrival:
         self.start_wait_s = start_wait_s
         self.ref = ref  # the local segment that prefill writes to until the start
         self.placements = placements
+        self.tell_stages: Callable[[], None] = lambda: None  # of it, once its prompt is to come from prefill
         self.push_from_block = push_from
         self.stream = EventStream()
         self.barrier: StartBarrier
@@ -203,13 +204,22 @@ class Arrivals:
             )
         self.changes += 1
         arrival.change = self.changes
+        stages, came_apart = self._stages, None
+        if stages is not None and formed is not None:
+            arrival.tell_stages = partial(stages.reserve, formed, sequence, job, shared_blocks=found)
+            came_apart = partial(stages.came_apart, formed)
         if self._local is not None and local:
-            sink = LocalSink(sequence, self._in_loop(self._prefilled), self._in_loop(self._fall_back))
+            sink = LocalSink(
+                sequence,
+                self._in_loop(self._prefilled),
+                self._in_loop(self._fall_back),
+                job=job,
+                came_apart=came_apart,
+            )
             self._local.submit(sequence, sink, wait_s=start_wait_s)
         else:
             self._engine.add(sequence)
-            if self._stages is not None and formed is not None:
-                self._stages.reserve(formed, sequence, job, shared_blocks=found)
+            arrival.tell_stages()
             self._expect(arrival)
         if push_from == found:
             arrival.present.set_result(found)
@@ -258,6 +268,7 @@ class Arrivals:
         if arrival is None:  # the call has ended meanwhile
             self._engine.cancel(sequence.key)
             return
+        arrival.tell_stages()
         self._expect(arrival)
         arrival.stream.missing(arrival.push_from_block)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
-from kvcommons.engine.prompt import FirstToken, Prompt
+from kvcommons.engine.prompt import FirstToken, Prompt, StaysHere
 from kvcommons.engine.prompt_memory import WholePrompt
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.sequence import Sequence
@@ -22,27 +22,30 @@ Report = Callable[[int, FirstToken | KVCommonsError], None]
 """Called with the sequence's key and the result of its prompt, from any thread."""
 
 
-class LocalSink:
-    """The `PromptSink` of a prompt whose sequence generates on the instance that computed it."""
+class LocalSink(StaysHere):
+    """What becomes of a prompt is reported."""
 
-    goes_on = True
-    failure = None
-
-    def __init__(self, sequence: Sequence, report: Report, fall_back: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        report: Report,
+        fall_back: Callable[[Sequence], None],
+        *,
+        job: common_pb2.Job,
+        came_apart: Callable[[], KVCommonsError | None] | None = None,
+    ) -> None:
         """`fall_back` is called where the engine refused the prompt; the sequence then holds its blocks as
-        before."""
+        before. `job`: as it came. `came_apart`: why the stages that compute it do so no more, where this is
+        the first of several."""
+        super().__init__(job)
         self._sequence = sequence
         self._report = report
         self._fall_back = fall_back
+        self._came_apart = came_apart
 
-    def began(self, prompt: Prompt, queued_us: int) -> None:
-        """Nothing to do: the result says how long the prompt was queued."""
-
-    def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
-        """Nothing to do: the blocks are where they belong."""
-
-    def scored(self, prompt: Prompt, logprobs: common_pb2.PromptLogprobs) -> None:
-        raise AssertionError("a prompt whose logprobs are asked for is not taken")
+    @property
+    def failure(self) -> KVCommonsError | None:
+        return self._came_apart() if self._came_apart is not None else None
 
     def finished(self, prompt: Prompt, first: FirstToken) -> None:
         self._report(self._sequence.key, first)
@@ -52,9 +55,6 @@ class LocalSink:
 
     def failed(self, error: KVCommonsError) -> None:
         self._report(self._sequence.key, error)
-
-    def cancelled(self) -> None:
-        """Nothing to do: the caller that cancels knows."""
 
 
 class ReservedPrompt(WholePrompt):

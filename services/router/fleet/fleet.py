@@ -206,7 +206,9 @@ class Fleet:
         quickest; 0 while nobody has measured it."""
         prefills = of_model(self._view.instances("prefill"), model.fingerprint)
         found = [
-            IterationCosts.of(one.load.costs).prompt_seconds(positions, one.load.chunk_tokens or 1)
+            IterationCosts.of(one.load.costs).prompt_seconds(
+                positions, one.load.chunk_tokens or 1, one.stage.stages or 1
+            )
             for one in prefills
         ]
         return min(filter(None, found), default=0.0)

@@ -302,10 +302,21 @@ def test_one_stage_is_the_prefill_that_there_was() -> None:
     assert "stages" not in tables(UpSettings(), PLACE, 8, {})["prefill"]
 
 
-def test_colocated_instances_have_no_stages() -> None:
-    with pytest.raises(InvalidInput, match="leave one of them out") as refused:
+def test_colocated_instances_have_decodes_stages() -> None:
+    with pytest.raises(InvalidInput, match="decode_stages is for those") as refused:
         tables(UpSettings(colocated=True, stages=2), PLACE, 8, {})
     assert refused.value.param == "stages"
+    settings = UpSettings(colocated=True, decode_stages=2, decode_tensor=2, attention_pool=0)
+    decode = tables(settings, PLACE, 8, {})["decode"]
+    assert (decode["colocated"], decode["stages"], decode["tensor"]) == (True, 2, 2)
+    assert "core_lock" not in decode
+    plans = processes(settings, PLACE, 8, 1, {}, user={})
+    assert [plan.name for plan in plans if plan.service in ("prefill", "decode")] == [
+        "decode",
+        "decode-rank-1",
+        "decode-stage-1",
+        "decode-stage-1-rank-1",
+    ]
 
 
 def test_the_router_gets_the_files_of_https(tmp_path: Path) -> None:

@@ -50,6 +50,18 @@ def test_a_prompt_costs_what_it_takes_where_it_is_quickest() -> None:
     assert both.prefills(MODEL) == 3
 
 
+def test_stages_compute_several_chunks_of_a_prompt_at_a_time() -> None:
+    """A chunk takes what all of them do; one chunk alone gains nothing (Mnemosyne, equation 8)."""
+    one = instance("prefill", {"iterations": 0.1, "more_rows": 0.01, "pairs": 1e-9})
+    four = Instance()
+    four.CopyFrom(one)
+    four.stage.stages = 4
+    for chunks, share in ((1, 1.0), (4, 7 / 16), (40, 43 / 160)):
+        positions = range(100 * chunks)
+        whole_s, staged_s = (fleet(some).prompt_seconds(MODEL, positions) for some in (one, four))
+        assert staged_s == pytest.approx(share * whole_s)
+
+
 def test_nothing_is_said_where_nobody_has_measured() -> None:
     other = ModelInfo(name="other", fingerprint=b"o" * 32)
     nobody = fleet(instance("prefill", {}), instance("prefill", {"iterations": 1.0, "pairs": 1.0}, other))
