@@ -4,70 +4,39 @@ join while they are computed: tokens and log-probabilities are those of transfor
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvcommons.errors import KVCommonsError
-from kvcommons.model.synthetic import random_config, write_random_folder
 from kvcommons.pb import common_pb2
 from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, ready, scale_calls, settings
 from tests.contract.engine_turns import Turn, turn
 from tests.contract.test_engine_growing import lent, until_lent
 from tests.contract.test_engine_reuse import stored
-from tests.exactness import evident
+from tests.long_prompt import LongPrompt, long_prompt
 from tests.machine import scaled
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(900)]
 
-PROMPT, ANSWER = 16_000, 6
+ANSWER = 6
 CAPACITY = 17_000
 SAMPLING = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Long:
-    """A prompt, and what transformers says of it. Eager scores of so many tokens do not fit."""
-
-    folder: Path
-    tokens: list[int]
-    answer: list[int]
-    logprobs: list[float]
-
-
 @pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Long:
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("7m")
-    config = random_config("7m") | {"max_position_embeddings": 20_000}
-    write_random_folder(folder, config, dtype="float32")
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-    )
-    draw = random.Random(4)
-    tokens = [draw.randrange(100, 8000) for _ in range(PROMPT)]
-    step, past, answer, logprobs = tokens, None, list[int](), list[float]()
-    with torch.inference_mode():
-        while len(answer) < ANSWER:
-            out = model(torch.tensor([step]), past_key_values=past, use_cache=True, logits_to_keep=1)
-            logits, past = out.logits[0, -1:], out.past_key_values
-            assert evident(logits).all()
-            step = [int(logits.argmax())]
-            answer += step
-            logprobs.append(float(logits.log_softmax(-1).max()))
-    return Long(folder, tokens, answer, logprobs)
+def long(tmp_path_factory: pytest.TempPathFactory) -> LongPrompt:
+    return long_prompt(tmp_path_factory.mktemp("7m"), ANSWER)
 
 
 @pytest.fixture
-async def stack(long: Long, socket_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
+async def stack(
+    long: LongPrompt, socket_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Stack]:
     scale_calls(monkeypatch)
     nobody: Any = None
     made = Stack(socket_folder, long.folder, nobody)
@@ -75,20 +44,20 @@ async def stack(long: Long, socket_folder: Path, monkeypatch: pytest.MonkeyPatch
     await made.close()
 
 
-def asked(stack: Stack, long: Long, prefill: Any, decode: Any, **changes: Any) -> Turn:
+def asked(stack: Stack, long: LongPrompt, prefill: Any, decode: Any, **changes: Any) -> Turn:
     changes = {"sampling": SAMPLING, "start_wait_ms": 300_000} | changes
     one = turn(prefill, decode, stack.model, long.tokens, ANSWER, **changes)
     one.call_s = 300.0
     return one
 
 
-def assert_exact(one: Turn, long: Long) -> None:
+def assert_exact(one: Turn, long: LongPrompt) -> None:
     assert one.tokens == long.answer
     assert [token.logprob for token in one.sampled] == pytest.approx(long.logprobs, abs=1e-3)
 
 
 @pytest.mark.parametrize("chunk_tokens", [32, 4096])
-async def test_in_chunks_of_one_size(stack: Stack, long: Long, chunk_tokens: int) -> None:
+async def test_in_chunks_of_one_size(stack: Stack, long: LongPrompt, chunk_tokens: int) -> None:
     await stack.lenders()
     prefill = await stack.prefill(engine={"capacity_tokens": CAPACITY}, chunk_tokens=chunk_tokens)
     decode = await stack.decode(engine={"capacity_tokens": CAPACITY})
@@ -99,7 +68,7 @@ async def test_in_chunks_of_one_size(stack: Stack, long: Long, chunk_tokens: int
     await prefill_idle(prefill)
 
 
-async def test_in_chunks_that_keep_others_objective(stack: Stack, long: Long) -> None:
+async def test_in_chunks_that_keep_others_objective(stack: Stack, long: LongPrompt) -> None:
     """Decode computes the prompt beside a sequence that generates, in chunks that its objective leaves."""
     await stack.lenders()
     decode = await stack.decode(
@@ -127,7 +96,7 @@ async def test_in_chunks_that_keep_others_objective(stack: Stack, long: Long) ->
     ids=lambda shape: f"{shape[0]}x{shape[1]}",
 )
 async def test_in_stages_and_ranks(
-    stack: Stack, long: Long, prefills: tuple[int, int], decodes: tuple[int, int]
+    stack: Stack, long: LongPrompt, prefills: tuple[int, int], decodes: tuple[int, int]
 ) -> None:
     """So many stages of so many ranks each: of prefill, and of decode."""
     await stack.lenders()
@@ -142,7 +111,7 @@ async def test_in_stages_and_ranks(
 
 
 @pytest.mark.parametrize("holders", [1, 2, 4])
-async def test_over_one_to_four_holders_that_join(stack: Stack, long: Long, holders: int) -> None:
+async def test_over_one_to_four_holders_that_join(stack: Stack, long: LongPrompt, holders: int) -> None:
     share = -(-CAPACITY // holders)
     pools = [f"pool-{number}" for number in range(holders - 1)]
     await stack.lenders(*[share // BLOCK + 1 for _ in pools])
@@ -168,7 +137,7 @@ async def test_over_one_to_four_holders_that_join(stack: Stack, long: Long, hold
     ("stages", "tensor", "memory"), [(1, 1, 2048), (2, 1, 2048), (2, 1, CAPACITY), (2, 2, CAPACITY)], ids=str
 )
 async def test_with_history_from_the_store(
-    stack: Stack, long: Long, stages: int, tensor: int, memory: int
+    stack: Stack, long: LongPrompt, stages: int, tensor: int, memory: int
 ) -> None:
     """Half of it is fetched to the first two holders, the others join behind them; stages and ranks that have
     room for all of it load what they need of it themselves."""
@@ -201,7 +170,7 @@ async def test_with_history_from_the_store(
     await stack.idle("fresh", *pools)
 
 
-async def test_with_a_holder_that_is_killed_in_the_middle(stack: Stack, long: Long) -> None:
+async def test_with_a_holder_that_is_killed_in_the_middle(stack: Stack, long: LongPrompt) -> None:
     killed, _ = await stack.lenders(600, 600, process=True)
     prefill = await stack.prefill(engine={"capacity_tokens": 2048}, chunk_tokens=512)
     decode = await stack.decode(
@@ -222,7 +191,7 @@ async def test_with_a_holder_that_is_killed_in_the_middle(stack: Stack, long: Lo
 
 
 @pytest.mark.parametrize("victim", ["nobody", "stage 1", "rank 1", "holder"])
-async def test_two_stages_of_two_ranks_over_two_holders(stack: Stack, long: Long, victim: str) -> None:
+async def test_two_stages_of_two_ranks_over_two_holders(stack: Stack, long: LongPrompt, victim: str) -> None:
     """All three together (section 4.5): four processes compute the prompt, a quarter of the model each, whose
     KV goes to two holders; one of them is killed, of the holders the one that joined first."""
     lenders = await stack.lenders(600, 600, process=True)
@@ -267,7 +236,7 @@ async def test_two_stages_of_two_ranks_over_two_holders(stack: Stack, long: Long
     [(2, 1, "nobody"), (4, 1, "nobody"), (2, 2, "nobody"), (2, 2, "stage"), (2, 2, "rank"), (2, 2, "holder")],
 )
 async def test_a_prompt_beyond_the_memory_of_stages_of_ranks(
-    stack: Stack, long: Long, stages: int, tensor: int, victim: str
+    stack: Stack, long: LongPrompt, stages: int, tensor: int, victim: str
 ) -> None:
     """All three together where a prompt is computed: prefill's processes have an eighth of it, and attend
     over the rest at two holders, each a head group of two pools where stages have two ranks. One is killed
@@ -319,7 +288,7 @@ async def test_a_prompt_beyond_the_memory_of_stages_of_ranks(
     [(2, 1, "nobody"), (4, 1, "nobody"), (2, 2, "nobody"), (2, 2, "stage"), (2, 2, "rank"), (2, 2, "holder")],
 )
 async def test_generation_in_stages_of_ranks_over_two_holders(
-    stack: Stack, long: Long, stages: int, tensor: int, victim: str
+    stack: Stack, long: LongPrompt, stages: int, tensor: int, victim: str
 ) -> None:
     """All three together where sequences generate: beside the stages' own memory two holders, each a head
     group of two pools where stages have two ranks. One is killed in the middle of the answer, which is

@@ -91,6 +91,7 @@ class Arrival:
         self.ref = ref  # the local segment that prefill writes to until the start
         self.placements = placements
         self.tell_stages: Callable[[], None] = lambda: None  # of it, once its prompt is to come from prefill
+        self.came_apart: Callable[[], KVCommonsError | None] = lambda: None  # why stages know of it no more
         self.push_from_block = push_from
         self.stream = EventStream()
         self.barrier: StartBarrier
@@ -204,17 +205,17 @@ class Arrivals:
             )
         self.changes += 1
         arrival.change = self.changes
-        stages, came_apart = self._stages, None
+        stages = self._stages
         if stages is not None and formed is not None:
             arrival.tell_stages = partial(stages.reserve, formed, sequence, job, shared_blocks=found)
-            came_apart = partial(stages.came_apart, formed)
+            arrival.came_apart = partial(stages.came_apart, formed)
         if self._local is not None and local:
             sink = LocalSink(
                 sequence,
                 self._in_loop(self._prefilled),
                 self._in_loop(self._fall_back),
                 job=job,
-                came_apart=came_apart,
+                came_apart=arrival.came_apart,
             )
             self._local.submit(sequence, sink, wait_s=start_wait_s)
         else:
@@ -267,6 +268,10 @@ class Arrivals:
         arrival = self._by_key.get(sequence.key)
         if arrival is None:  # the call has ended meanwhile
             self._engine.cancel(sequence.key)
+            return
+        gone = arrival.came_apart()
+        if gone is not None:  # prefill has nowhere to write to
+            self._engine.fail(sequence.key, gone)
             return
         arrival.tell_stages()
         self._expect(arrival)

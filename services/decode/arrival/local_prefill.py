@@ -32,11 +32,11 @@ class LocalSink(StaysHere):
         fall_back: Callable[[Sequence], None],
         *,
         job: common_pb2.Job,
-        came_apart: Callable[[], KVCommonsError | None] | None = None,
+        came_apart: Callable[[], KVCommonsError | None],
     ) -> None:
         """`fall_back` is called where the engine refused the prompt; the sequence then holds its blocks as
-        before. `job`: as it came. `came_apart`: why the stages that compute it do so no more, where this is
-        the first of several."""
+        before. `job`: as it came. `came_apart`: why the stages know of it no more, where this is the first of
+        several."""
         super().__init__(job)
         self._sequence = sequence
         self._report = report
@@ -45,7 +45,7 @@ class LocalSink(StaysHere):
 
     @property
     def failure(self) -> KVCommonsError | None:
-        return self._came_apart() if self._came_apart is not None else None
+        return self._came_apart()
 
     def finished(self, prompt: Prompt, first: FirstToken) -> None:
         self._report(self._sequence.key, first)
