@@ -169,6 +169,8 @@ class KeptPredictor:
     @classmethod
     def of(cls, settings: EngineSettings, core: Core) -> KeptPredictor:
         model = f"{core.info.fingerprint.hex()} {core.layers}"
+        if len(core.layers) < core.info.layers:
+            model += " through all stages"
         products = core.backend.operators.multiplies
         return cls(
             kept=Kept.of(settings.predictor_file, model, *machine_facts(settings), products),

@@ -312,7 +312,8 @@ class Engine:
         spans = [group for group in iteration.groups if isinstance(group, PromptSpan)]
         computed_s = iteration.timing.own_s - sum(span.waited_s for span in spans)
         self._budget.iterated(computed_s)
-        if not iteration.failures and not iteration.prompt_logprobs:
+        reads = any(span.wanted_logprobs() is not None for span in spans)  # logits of each of its rows
+        if not iteration.failures and not reads:
             self.predictor.learn(iteration.work, computed_s - iteration.timing.waiting_s)
             if self._speculation is not None and not spans:
                 self._speculation.took(iteration.work, computed_s - iteration.timing.waiting_s)

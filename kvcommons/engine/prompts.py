@@ -35,7 +35,7 @@ from kvcommons.telemetry.trace import Tracer
 
 log = logging.getLogger(__name__)
 
-LOAD_POLL_S = 0.005  # while prompts wait for history; commands are seen as often
+LOAD_POLL_S = 0.002  # while prompts wait for history; commands are seen as often
 
 Fail = Callable[[int, KVCommonsError], None]
 
@@ -90,6 +90,10 @@ class Prompts:
     @property
     def layers(self) -> range:
         return self._core.layers
+
+    @property
+    def in_ranks(self) -> bool:
+        return self._core.model.rank.ranks > 1
 
     def get(self, key: int) -> Prompt | None:
         return self._prompts.get(key)
@@ -180,7 +184,7 @@ class Prompts:
         if again:
             return True
         for prompt in self._prompts.values():
-            if prompt.load is not None:
+            if prompt.load is not None and not self.preloading.whole(prompt):
                 self.preloading.wait_a_moment(prompt, LOAD_POLL_S)
                 return True
         return False
@@ -199,7 +203,7 @@ class Prompts:
         else:
             if prompt.load is not None:
                 self.preloading.ended(prompt)
-            span.save_loaded()
+            span.save_whole()
             prompt.sequence.computed = span.chunk.stop
             prompt.compute_s += max(seconds - span.waited_s, 0.0)
             if prompt.memory.keeps:
@@ -274,6 +278,13 @@ class Prompts:
         if failure is not None:
             raise failure
         self.preloading.release(prompt)
+        if prompt.load is not None and self.preloading.read_buffer.whole_first:
+            try:  # others begin with the chunk, and do not ask for its history
+                self.await_layer(prompt, self._core.layers[-1])
+            except LoadFellShort as short:
+                self.preloading.set_back(prompt, short)
+                self._scheduler.progress(prompt.key, tokens_left=prompt.tokens_left)
+                return None
         prompt.check_history()
         chunk = prompt.memory.chunk(prompt, tokens)
         if not prompt.memory.open(prompt, chunk):
@@ -308,7 +319,8 @@ class PromptSpan:
         first = completed.start if chunk.start > prompt.reused_tokens else 0
         self._pushed = range(first, completed.stop)
         self.final = range(first, full)  # full ones, with its end
-        self._loads = prompt.load is not None
+        # Behind a history that is on its way, or where another rank may have failed.
+        self._unsaved = prompt.load is not None or prompts.in_ranks
         self._waited_s = prompt.load_wait_s
         self._context = prompt.request.origin.copy()
         self._traced = traced
@@ -370,13 +382,14 @@ class PromptSpan:
         self._timing.here_s += time.monotonic() - began_s
         return attention
 
-    def save_loaded(self) -> None:
-        """Blocks behind a history that was on its way are saved once that is known to be whole."""
-        if self._loads:
+    def save_whole(self) -> None:
+        """What was not saved layer by layer is, now that it is known to be right."""
+        unsaved, self._unsaved = self._unsaved, False
+        if unsaved:
             for layer in self._prompts.layers:
                 self._context.run(self._prompts.save, self.prompt, layer, self._full)
 
     def _hand_over(self, layer: int) -> None:
         self.prompt.sink.computed(self.prompt, layer, self._pushed)
-        if not self._loads:
+        if not self._unsaved:
             self._prompts.save(self.prompt, layer, self._full)

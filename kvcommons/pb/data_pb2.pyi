@@ -1020,6 +1020,7 @@ class StageChange(_message.Message):
     RESERVE_FIELD_NUMBER: _builtins.int
     GROW_FIELD_NUMBER: _builtins.int
     JOIN_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> Global___BeginPrompt: ...
     @_builtins.property
@@ -1034,6 +1035,8 @@ class StageChange(_message.Message):
     def grow(self) -> Global___GrowSequence: ...
     @_builtins.property
     def join(self) -> Global___JoinTargets: ...
+    @_builtins.property
+    def grammar(self) -> Global___PrepareGrammar: ...
     def __init__(
         self,
         *,
@@ -1044,16 +1047,44 @@ class StageChange(_message.Message):
         reserve: Global___ReserveSequence | None = ...,
         grow: Global___GrowSequence | None = ...,
         join: Global___JoinTargets | None = ...,
+        grammar: Global___PrepareGrammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "grow", b"grow", "join", b"join", "load", b"load", "narrow", b"narrow", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "grammar", b"grammar", "grow", b"grow", "join", b"join", "load", b"load", "narrow", b"narrow", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "grow", b"grow", "join", b"join", "load", b"load", "narrow", b"narrow", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "grammar", b"grammar", "grow", b"grow", "join", b"join", "load", b"load", "narrow", b"narrow", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["begin", "end", "load", "narrow", "reserve", "grow", "join"]  # noqa: Y015
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["begin", "end", "load", "narrow", "reserve", "grow", "join", "grammar"]  # noqa: Y015
     _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
 
 Global___StageChange: _TypeAlias = StageChange  # noqa: Y015
+
+@_typing.final
+class PrepareGrammar(_message.Message):
+    """Answers are going to be held to it: the stage that samples reports when it has compiled it, or cannot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    tenant: _builtins.str
+    grammar: _builtins.str
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "number", b"number", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareGrammar: _TypeAlias = PrepareGrammar  # noqa: Y015
 
 @_typing.final
 class BeginPrompt(_message.Message):
@@ -1137,7 +1168,7 @@ class ReserveSequence(_message.Message):
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceRun]: ...
     @_builtins.property
     def prompt(self) -> Global___ComputedPrompt:
-        """its prompt is computed here: its history is there, and its first span comes next"""
+        """its prompt is computed here: its history is there, and spans of it follow"""
 
     def __init__(
         self,
@@ -1409,6 +1440,7 @@ class StageReport(_message.Message):
     BUSY_US_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     WINDOWS_FIELD_NUMBER: _builtins.int
+    GRAMMARS_FIELD_NUMBER: _builtins.int
     iterations: _builtins.int
     """that the last stage has done"""
     busy_us: _builtins.int
@@ -1429,6 +1461,10 @@ class StageReport(_message.Message):
 
     @_builtins.property
     def windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageWindow]: ...
+    @_builtins.property
+    def grammars(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """by their numbers, that are compiled"""
+
     def __init__(
         self,
         *,
@@ -1440,10 +1476,11 @@ class StageReport(_message.Message):
         busy_us: _builtins.int = ...,
         logprobs: _abc.Iterable[Global___StageLogprobs] | None = ...,
         windows: _abc.Iterable[Global___StageWindow] | None = ...,
+        grammars: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "delivered", b"delivered", "ended", b"ended", "iterations", b"iterations", "loads", b"loads", "logprobs", b"logprobs", "tokens", b"tokens", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "delivered", b"delivered", "ended", b"ended", "grammars", b"grammars", "iterations", b"iterations", "loads", b"loads", "logprobs", b"logprobs", "tokens", b"tokens", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from typing import Protocol
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
@@ -24,11 +24,27 @@ from kvcommons.prefill.targets import TargetTable
 from kvcommons.telemetry.trace import current_traceparent
 from kvcommons.transport.deadline import Deadline
 
-# Of a request in stages: which prompt it is, and where it goes. Raises where the stages are not together.
-SinkOf = Callable[
-    [pb.PrefillRequest, int, Pusher, Delivery, TargetTable, Listener],
-    HandOver,
-]
+
+class PromptStages(Protocol):
+    """The stages, or ranks, that compute an instance's prompts together."""
+
+    @property
+    def stages(self) -> int: ...
+
+    async def prepared(self, request: Request) -> None:
+        """Returns once they can answer it."""
+
+    def sink(
+        self,
+        asked: pb.PrefillRequest,
+        key: int,
+        pusher: Pusher,
+        delivery: Delivery,
+        targets: TargetTable,
+        listener: Listener,
+    ) -> HandOver:
+        """Of a request: which prompt it is, and where it goes. Raises where the stages are not
+        together."""
 
 
 class Intake:
@@ -45,11 +61,9 @@ class Intake:
         holders: Holders,
         condemner: Condemner,
         chunk_tokens: int,
-        sink: SinkOf | None = None,
-        stages: int = 1,
+        stages: PromptStages | None = None,
     ) -> None:
-        """`prompts`: the engine's. `sink`: of prompts that are computed in so many stages, or ranks; None:
-        they are computed here."""
+        """`prompts`: the engine's. `stages`: None where prompts are computed here alone."""
         self.core = core
         self.engine = engine
         self._whole = WholePrompt(core, prompts)
@@ -58,8 +72,10 @@ class Intake:
         self._holders = holders
         self._condemner = condemner
         self.chunk_tokens = chunk_tokens
-        self._sink = sink
-        self._windows = stages + 1  # of a spread prompt: while one chunk is in each stage, the next one comes
+        self._stages = stages
+        self._windows = (
+            1 if stages is None else stages.stages
+        ) + 1  # of a spread prompt: while one chunk is in each stage, the next one comes
 
     async def prompt(self, asked: pb.PrefillRequest, deadline_s: float, listener: Listener) -> Prompt:
         """Of the call under way, to be submitted. Raises InvalidInput, ContextLengthExceeded or ModelNotFound
@@ -67,14 +83,16 @@ class Intake:
         core = self.core
         request = Request.of(asked.job, core.info)
         await core.check_grammar(request)
+        if self._stages is not None:
+            await self._stages.prepared(request)
         self._condemner.know(data_address=request.store_data, control_address=request.store_control)
         targets = TargetTable(asked.targets)
         delivery = Delivery(Deadline(deadline_s), current_traceparent())
         key = self.engine.new_key()
         blocks = core.layout.blocks_of(len(request.tokens))
         grows = bool(targets.now) and targets.blocks < blocks
-        if self._sink is not None:
-            sink = self._sink(asked, key, self._pusher, delivery, targets, listener)
+        if self._stages is not None:
+            sink = self._stages.sink(asked, key, self._pusher, delivery, targets, listener)
         else:
             sink = HandOver(self._pusher, delivery, targets, asked.push_from_block, listener)
         prompt = Prompt(

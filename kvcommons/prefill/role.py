@@ -7,7 +7,7 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Condemner
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.prompts import Prompts
-from kvcommons.prefill.intake import Intake, SinkOf
+from kvcommons.prefill.intake import Intake, PromptStages
 from kvcommons.prefill.push import Pusher
 from kvcommons.prefill.spread import Holders
 from kvcommons.rpc.dialer import UNSECURED, Dialer
@@ -27,10 +27,9 @@ class PrefillRole:
         chunk_tokens: int,
         push_deadline_s: float,
         dialer: Dialer = UNSECURED,
-        sink: SinkOf | None = None,
-        stages: int = 1,
+        stages: PromptStages | None = None,
     ) -> None:
-        """`sink`, `stages`: as the intake has them. `push_deadline_s`: of one write, and of a layer's
+        """`stages`: as the intake has them. `push_deadline_s`: of one write, and of a layer's
         attention at holders of a spread prompt."""
         self._pusher = Pusher(
             core.memory,
@@ -55,7 +54,6 @@ class PrefillRole:
             holders=self._holders,
             condemner=condemner,
             chunk_tokens=chunk_tokens,
-            sink=sink,
             stages=stages,
         )
 

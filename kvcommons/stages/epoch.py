@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,6 +37,7 @@ class EpochState:
         self.busy_s = [0.0] * stages  # of the first rank of each
         self.deliveries: dict[int, Delivery] = {}
         self.loads: dict[int, StagedLoad] = {}
+        self.grammars: dict[int, Future[None]] = {}  # by number: done once the last stage has compiled it
 
     def join(self, writer: str) -> None:
         """Returns once all stages belong to it; they save as `writer`. Raises what one of them raises."""

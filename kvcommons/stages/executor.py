@@ -120,6 +120,7 @@ class Pipelined(Inline):
         is the last, when the iteration has landed. No command is carried out in the midst of one of tokens
         alone."""
         iteration = StageIteration(self._core, groups, entered=self._group.shared)
+        self._group.enter(iteration)
         chunks = any(isinstance(group, PromptSpan) for group in groups)
         tokens = self.run(work, iteration) if chunks else iteration.run_or_fail()
         if tokens is None:

@@ -365,6 +365,8 @@ class FollowedEpoch:
             self._load(change.load)
         elif kind == "narrow":
             self._narrow(change.narrow)
+        elif kind == "grammar":
+            self._prepare(change.grammar)
         else:
             raise InvalidInput("a stage was told to change something that it does not know: run one version")
 
@@ -452,6 +454,15 @@ class FollowedEpoch:
         with self._changed:
             self._loads[wanted.load] = load
             self._changed.notify_all()
+
+    def _prepare(self, wanted: pb.PrepareGrammar) -> None:
+        core = self._core
+        if core.grammars is not None and core.model.last and not core.model.rank.number:
+            compiling = core.grammars.compiling(wanted.tenant, wanted.grammar)
+            # What is wrong with it the first stage says, which compiles it, too.
+            compiling.add_done_callback(
+                lambda done: self._tell(lambda report: report.grammars.append(wanted.number))
+            )
 
     def _narrow(self, narrow: pb.NarrowLoad) -> None:
         """One that has ended was reported, or is not looked at any more."""

@@ -7,12 +7,14 @@ fail, as those of an instance that died, and what was found in the stages' memor
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -23,10 +25,12 @@ from kvcommons.engine.history import Condemner, Load
 from kvcommons.engine.iteration import Rows
 from kvcommons.engine.prompt import FirstToken, Prompt, StaysHere
 from kvcommons.engine.prompts import PromptSpan
+from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun
 from kvcommons.engine.sequence import Sequence as Generating
 from kvcommons.engine.token_rows import TokenRows
 from kvcommons.errors import DataLoss, DeadlineExceeded, KVCommonsError, Loading, Unavailable, from_detail
+from kvcommons.grammar.grammars import COMPILE_S, GRAMMARS_MAX
 from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import common_pb2, prefill_pb2
 from kvcommons.pb import data_pb2 as pb
@@ -137,7 +141,8 @@ class StageGroup:
         self._epochs = epochs or partial(ConnectedEpoch, dialer=dialer)
         self.engine: Engine
         self._epoch: EpochState | None = None
-        self._loads = itertools.count(1)
+        self._numbers = itertools.count(1)  # of loads, and of grammars
+        self._grammars: dict[tuple[str, str], int] = {}  # by tenant and text, the least recently used first
         self.shortfall = "its other stages have not started yet"
 
     def attach(self, engine: Engine) -> None:
@@ -201,6 +206,21 @@ class StageGroup:
         writes to. It fails where the epoch in which it was given its blocks is over."""
         self.engine.post(lambda: self._reserve(formed, sequence, job, shared_blocks))
 
+    async def prepared(self, request: Request) -> None:
+        """Returns once the stage that samples its answer has compiled what that is held to. Raises
+        Unavailable, DeadlineExceeded."""
+        if not request.grammar or self.core.model.last:
+            return
+        answer: Future[Any] = Future()  # another one, that is done when it is compiled
+        self.engine.post(lambda: answer.set_result(self._prepare(request.tenant, request.grammar)))
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                await asyncio.shield(asyncio.wrap_future(await asyncio.wrap_future(answer)))
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the grammar is not compiled in all stages yet: simplify it, or retry later"
+            ) from None
+
     def came_apart(self, formed: EpochState) -> KVCommonsError | None:
         """Why nothing comes of a sequence that was given its blocks in that epoch."""
         return (
@@ -233,6 +253,23 @@ class StageGroup:
 
     # Below: the engine's thread.
 
+    def _prepare(self, tenant: str, text: str) -> Future[None]:
+        """Each once in an epoch, while it is among those that a process keeps."""
+        formed = self._epoch
+        if formed is None:
+            done: Future[None] = Future()
+            done.set_exception(Unavailable(self.shortfall))
+            return done
+        number = self._grammars.pop((tenant, text), 0)
+        self._grammars[tenant, text] = number = number or next(self._numbers)
+        while len(self._grammars) > GRAMMARS_MAX // 2:
+            formed.grammars.pop(self._grammars.pop(next(iter(self._grammars))), None)
+        if number not in formed.grammars:
+            formed.grammars[number] = Future()
+            prepare = pb.PrepareGrammar(number=number, tenant=tenant, grammar=text)
+            formed.send([pb.StageChange(grammar=prepare)])
+        return formed.grammars[number]
+
     def takes_more(self) -> bool:
         """Whether a further iteration would not only wait in front of the next stage. Ends an epoch in which
         one does not come to its end, though all stages say that they are there."""
@@ -246,8 +283,17 @@ class StageGroup:
         """An iteration's `entered`: what the ranks beside this one begin with. None: there are none."""
         return self._share if self._tensor > 1 else None
 
-    def _share(self, iteration: StageIteration, hidden: Tensor) -> None:
+    def enter(self, iteration: StageIteration) -> None:
+        """It belongs to the epoch that is: what comes of it means nothing to the next one."""
+        iteration.epoch = 0 if self._epoch is None else self._epoch.number
+
+    def _epoch_of(self, iteration: StageIteration) -> EpochState | None:
+        """None where it is over."""
         formed = self._epoch
+        return formed if formed is not None and formed.number == iteration.epoch else None
+
+    def _share(self, iteration: StageIteration, hidden: Tensor) -> None:
+        formed = self._epoch_of(iteration)
         if formed is None:
             raise Unavailable(self.shortfall)
         changes, spans = self._planned(formed, iteration.groups)
@@ -257,7 +303,7 @@ class StageGroup:
 
     def failed(self, iteration: StageIteration) -> None:
         """It could not be carried out here: a rank is gone, or waits for what this one has not summed up."""
-        formed = self._epoch
+        formed = self._epoch_of(iteration)
         if formed is not None and self._tensor > 1:
             self._took(formed, 0, iteration.timing.own_s)
             self.lost(
@@ -267,7 +313,7 @@ class StageGroup:
     def pass_on(self, iteration: StageIteration) -> bool:
         """What the first stage has computed goes to the next one. False where there is none, or nothing to
         go."""
-        formed = self._epoch
+        formed = self._epoch_of(iteration)
         if formed is None:
             return False
         self._took(formed, 0, iteration.timing.own_s)
@@ -349,7 +395,7 @@ class StageGroup:
         self, store: str, ids: Sequence[bytes], blocks: Sequence[int], deadline: Deadline, own: Load
     ) -> StagedLoad:
         """The other stages load the same blocks in their layers."""
-        number, formed = next(self._loads), self._epoch
+        number, formed = next(self._numbers), self._epoch
         if formed is None:
             load = StagedLoad(own, (), lambda blocks: None)
             load.ended_at(0, 0)
@@ -463,6 +509,10 @@ class StageGroup:
                 formed.deliveries[delivered.sequence].end_elsewhere(failure)
                 if failure is not None:  # of a spread prompt's last chunk no token comes
                     self.engine.fail(delivered.sequence, failure)
+        for number in report.grammars:
+            compiled = formed.grammars.get(number)
+            if compiled is not None and not compiled.done():
+                compiled.set_result(None)
         for window in report.windows:
             blocks = formed.outstanding.left_window(window.sequence, window.first, stage)
             self.core.allocator.release(blocks)
@@ -493,6 +543,9 @@ class StageGroup:
         gone = Unavailable(f"a stage of this instance ended: {error.message}")
         blocks, undelivered = formed.outstanding.abandon()
         self._end_loads(formed)
+        for compiled in formed.grammars.values():
+            if not compiled.done():
+                compiled.set_exception(gone)
         self.landing.abandoned()
         self.engine.fail_all(gone)
         for key, _ in undelivered:

@@ -42,6 +42,7 @@ class StageIteration(Iteration):
         self._summed = core.model.rank.ranks > 1
         self.going_on: list[int] = []
         self.leaving: Tensor | None = None
+        self.epoch = 0  # in which the first stage began it
         self.left_s = 0.0  # when it went on to the next stage
 
     def run(self, between_layers: Callable[[], None] | None = None) -> list[list[pb.SampledToken]]:
@@ -50,8 +51,8 @@ class StageIteration(Iteration):
             for number, group in enumerate(self.groups):
                 if isinstance(group, TokenRows) and group.batch.shares and number not in self.failures:
                     self._agree_on_lost(group)
-                elif isinstance(group, PromptSpan) and not group.prompt.memory.keeps:
-                    self._agree_on_failure(number)
+                elif isinstance(group, PromptSpan):
+                    self._agree_on_chunk(number, group)
         return [[] if number in self.failures else made for number, made in enumerate(tokens)]
 
     def _agree_on_lost(self, group: TokenRows) -> None:
@@ -61,9 +62,13 @@ class StageIteration(Iteration):
         for row in self._over_ranks(lost).nonzero().flatten().tolist():
             group.lost.setdefault(row, DataLoss("another rank of this stage could not attend over its KV"))
 
-    def _agree_on_failure(self, number: int) -> None:
-        """Of a chunk of a spread prompt, which is alone in its iteration."""
-        if self._over_ranks(torch.full((1,), float(number in self.failures))).any():
+    def _agree_on_chunk(self, number: int, span: PromptSpan) -> None:
+        """Where one rank has zeros in place of it all have something wrong: nothing is saved of it. One of a
+        spread prompt is alone in its iteration, and is not passed on."""
+        failed = torch.full((1,), float(number in self.failures))
+        if not self._over_ranks(failed).any():
+            span.save_whole()
+        elif not span.prompt.memory.keeps:
             lost = Unavailable("another rank of this stage could not attend over the prompt's blocks")
             self.failures.setdefault(number, lost)
             self.going_on, self.leaving = [], None

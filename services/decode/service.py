@@ -271,8 +271,7 @@ class DecodeParts:
                 chunk_tokens=config.chunk_tokens,
                 push_deadline_s=config.push_deadline_s,
                 dialer=dialer,
-                sink=self.group.sink if self.group is not None else None,
-                stages=len(share.ranges),
+                stages=self.group,
             )
         self.growth = Growth(
             core,

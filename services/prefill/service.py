@@ -120,8 +120,7 @@ class PrefillParts:
             chunk_tokens=config.chunk_tokens,
             push_deadline_s=config.push_deadline_s,
             dialer=dialer,
-            sink=self.group.sink if self.group is not None else None,
-            stages=stages,
+            stages=self.group,
         )
         LoadMetrics(
             telemetry.registry,

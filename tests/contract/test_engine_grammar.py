@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ from llguidance import LLParserLimits
 
 from kvcommons.errors import Internal, InvalidInput, KVCommonsError, Unprocessable
 from kvcommons.grammar import compiled, sources
+from kvcommons.grammar.grammars import Grammars
 from kvcommons.model.synthetic import write_random_folder
 from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb import common_pb2, prefill_pb2
@@ -21,6 +23,8 @@ from kvcommons.token_ids import packed
 from tests.contract.engine_drafts import foreseen, outcome
 from tests.contract.engine_stack import Stack, scale_calls
 from tests.contract.engine_turns import Reference, Turn, compute, prompt, turn
+from tests.machine import scaled
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -101,6 +105,47 @@ async def test_answers_keep_to_it_wherever_they_are_sampled(engines: Stack) -> N
             again.request.job.tokens += packed(made[0].tokens[:heard])
             await again.run()
             assert made[0].tokens[:heard] + again.tokens == made[0].tokens
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+async def test_a_stage_that_compiles_for_long_holds_up_no_iteration(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """The stage that samples has its first grammar, and takes longer for it than an iteration waits: the
+    answer comes, and those of others do meanwhile."""
+    monkeypatch.setattr("kvcommons.grammar.grammars.MASK_S", scaled(0.2))
+    await engines.lenders()
+    local: dict[str, Any] = {"max_local_prefill_tokens": ALL}
+    alone = await engines.decode("alone", **local)
+    (expected,) = await asyncio.gather(*(one.run() for one in turns(None, alone, engines, 1)))
+    began: list[str] = []
+    compile_text = Grammars._compile
+
+    def slowly(self: Grammars, text: str) -> Any:
+        began.append(text)
+        if len(began) > 1:  # the first stage has it at once
+            time.sleep(scaled(1.5))
+        return compile_text(self, text)
+
+    monkeypatch.setattr(Grammars, "_compile", slowly)
+    if who == "prefill":
+        pair = (await engines.staged(2), await engines.decode("d", max_local_prefill_tokens=0))
+        began.append("")  # of decode's own: nobody waits for it here
+    else:
+        pair = (None, await engines.staged_decode(2, "d", **local))
+    free = sampling(engines.folder, 9, grammar="", stop_token_ids=[])
+    beside = turn(*pair, engines.model, prompt(20, 9), 200, sampling=free)
+    talking = asyncio.create_task(beside.run())
+    await eventually(lambda: len(beside.tokens) > 2)
+    (one,) = turns(*pair, engines, 1)
+    answering = asyncio.create_task(one.run())
+    await eventually(lambda: len(began) > 1)
+    heard = len(beside.tokens)
+    await asyncio.sleep(scaled(0.6))
+    assert not one.tokens
+    assert talking.done() or len(beside.tokens) > heard
+    assert (await answering).tokens == expected.tokens
+    await talking
 
 
 async def test_rows_beside_one_with_a_grammar_are_as_without(engines: Stack) -> None:

@@ -144,6 +144,29 @@ async def test_history_is_found_in_memory_and_in_the_store(
     await engines.idle("d2")
 
 
+@pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (1, 2), slow(2, 2)])
+async def test_what_the_store_has_no_more_is_computed_and_saved(
+    engines: Stack, stages: int, tensor: int
+) -> None:
+    """Nothing is computed behind a history before it is known to be there: what is saved is right."""
+    await engines.lenders()
+    store = await engines.kvstore()
+    decode = await engines.staged_decode(stages, "d1", tensor=tensor, **LOCAL)
+    tokens, expected = engines.reference.prompt(200, 40)
+    first = alone(decode, engines, tokens, 20, history=engines.history(9))
+    assert (await first.run()).tokens == expected[:20]
+    assert first.first is not None
+    assert not first.first.cached_tokens
+    full, known = (200 + 20 - 1) // BLOCK, tokens + expected[:20]
+    assert await stored(engines, store, known[: full * BLOCK]) == full
+    other = await engines.staged_decode(2, "d2", **LOCAL)
+    second = await alone(other, engines, known, 20, history=engines.history(full)).run()
+    assert second.tokens == expected[20:]
+    assert second.first is not None
+    assert second.first.cached_tokens == full * BLOCK
+    await engines.idle("d1", "d2")
+
+
 async def test_choices_of_one_prompt_compute_it_once(engines: Stack) -> None:
     """The later ones wait for blocks that the first one computes: the other stages hear of their blocks when
     these are known."""

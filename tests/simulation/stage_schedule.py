@@ -348,16 +348,21 @@ class StageSchedule:
         prompt.delivery.end()
 
     def iterate(self, groups: Sequence[Any]) -> bool:
-        """An iteration of these, as far as the first stage goes. Whether it goes on down the line."""
-        iteration: Any = SimpleNamespace(
-            leaving=object() if self.stages > 1 else None,
-            groups=groups,
-            going_on=range(len(groups)),
-            timing=SimpleNamespace(own_s=0.0),
-        )
+        """An iteration of these, as far as the first stage goes: whether it goes on down the line. Commands
+        are carried out in its midst where it has chunks of whole prompts; stages may come together anew."""
+        iteration: Any = SimpleNamespace(groups=groups, timing=SimpleNamespace(own_s=0.0))
+        self.group.enter(iteration)
         hidden: Any = None
         if self.group.shared is not None:
             self.group.shared(iteration, hidden)
+        prompts = [group.prompt for group in groups if isinstance(group, SimulatedSpan)]
+        while prompts and not prompts[0].spread and self.draw.random() < 0.3:
+            self.serve()
+            if self.draw.random() < 0.3:
+                self.form()
+        withdrawn = [isinstance(group, SimulatedSpan) and group.prompt.ended for group in groups]
+        iteration.going_on = [number for number, gone in enumerate(withdrawn) if not gone]
+        iteration.leaving = object() if self.stages > 1 and iteration.going_on else None
         for group in groups:
             handed_over = isinstance(group, SimulatedSpan) and isinstance(group.prompt, SimulatedPrompt)
             if handed_over and self.draw.random() < 0.5:
@@ -406,14 +411,19 @@ class StageSchedule:
             return
         group = SimulatedRows(rows, lost)
         spans = self.chunks([]) if self.draw.random() < 0.5 else []
+        # What is wanted of these meanwhile waits for the iteration's end.
+        self.under_way |= {one.key: [] for one in rows}
         goes_on = self.iterate([group, *spans])
         self.computed(spans)
+        if self.stages > 1 and goes_on:
+            return
+        waiting = [command for one in rows for command in self.under_way.pop(one.key, ())]
         if self.stages == 1:
             self.take(group, {one.key: following(one.tokens) for one in rows})
-            return
-        if not goes_on:
+        elif not spans:
             raise AssertionError("a line that takes more took none")
-        self.under_way |= {one.key: [] for one in rows}
+        for command in waiting:
+            command()
 
     def landed(self, iteration: Any, tokens: Mapping[int, common_pb2.SampledToken]) -> None:
         for group in iteration.groups:
@@ -438,6 +448,8 @@ class StageSchedule:
         """What was sampled, as the engine takes it."""
         for row, one in enumerate(group.batch.sequences):
             token = tokens[one.key]
+            if one.ended:  # with its epoch, in the iteration's midst
+                continue
             if row in group.lost or token is None:
                 self.fail(one.key, LOST)
             else:

@@ -103,6 +103,8 @@ class SimulatedLocal(SimulatedSequence):
     """Its prompt is computed here, a token a chunk; before the first one its leading blocks may become
     others'."""
 
+    spread = False
+
     def __init__(self, world: StageSchedule, key: int, prompt: Label, new: int) -> None:
         super().__init__(world, key, prompt, new)
         self.formed: EpochState | None = None  # the epoch in which it was given its blocks

@@ -156,8 +156,10 @@ class Arrivals:
 
     async def open(self, request: Request, job: pb.Job, *, start_wait_s: float) -> Arrival:
         """Of a request, which is checked, and came as this job. Reserves blocks and begins to fetch the
-        history. Prefill has `start_wait_s` to deliver. Raises CapacityExhausted, and Loading where stages are
-        missing, and holds nothing then."""
+        history. Prefill has `start_wait_s` to deliver. Raises CapacityExhausted, and Loading or Unavailable
+        where stages are missing, and holds nothing then."""
+        if self._stages is not None:
+            await self._stages.prepared(request)
         with self._engine.reserving():
             return await self._open(request, job, start_wait_s=start_wait_s)
 
