@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         for way, (chunk, objective_s) in ways.items():
             progress(f"a prompt of {options.tokens} tokens, chunks: {way}")
             with _stack(folder / way.replace(" ", "-"), model, options, chunk, objective_s) as stack:
-                alone = [ask(stack.client, prompt(seed, options.short), 2) for seed in range(1, ALONE + 1)]
+                alone = [ask(stack.client, prompt(seed, options.short), 1) for seed in range(1, ALONE + 1)]
                 rows.append(_row(way, alone, _beside(stack, options)))
     title = (
         f"{options.random_model}: a prompt of {options.tokens} tokens beside {options.answers} answers and "
@@ -116,7 +116,7 @@ def _beside(stack: RunningStack, options: argparse.Namespace) -> _Beside:
         time.sleep(1.0)  # until they generate
         before = _iterations(stack)
         long = pool.submit(ask, client, prompt(0, options.tokens), 1)
-        asking = pool.submit(again_and_again, 2, PAUSE_S)
+        asking = pool.submit(again_and_again, 1, PAUSE_S)
         try:
             long_s = long.result().first_s
             after = _iterations(stack)

@@ -120,7 +120,12 @@ class _Instance:
         beside = Beside(replica=self._replica, rows=len(rows), row_context=self._load.context)
         limit_s = self._iteration_s_max if self.scheduler.any_running else math.inf
         budget, work, done = beside.budget(limit_s, CHUNK_MAX), IterationWork(), list[int]()
-        for key, tokens in self.scheduler.spans(lambda key: True, CHUNK_MAX):
+
+        def is_short(key: int) -> bool:
+            first = self._computed[key]
+            return budget.is_short(first, self._load.context - first)
+
+        for key, tokens in self.scheduler.spans(lambda key: True, CHUNK_MAX, is_short):
             first = self._computed[key]
             if count := budget.fit(first, tokens):
                 chunk = IterationWork.of_chunk(range(first, first + count))

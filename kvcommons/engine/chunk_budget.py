@@ -55,6 +55,10 @@ class ChunkBudget:
         )
         return max(fitting, min(self._least, most))
 
+    def is_short(self, first: int, tokens: int) -> bool:
+        """Whether so many take half of an iteration at most."""
+        return self.fit(first, 2 * tokens) == 2 * tokens
+
     def add(self, chunk: IterationWork) -> None:
         """It is in the iteration."""
         self._work = self._work.beside(chunk)

@@ -146,11 +146,16 @@ class Prompts:
     ) -> list[PromptSpan]:
         """Of the next iteration, `beside` what sequences that generate have in it, which are promised a token
         within `objectives_s` (0: as the settings have it). An `exclusive` prompt is the only one."""
-        generates = beside.rows > 0
-        wanted = self._scheduler.spans(
-            lambda key: self.preloading.ready(self._prompts[key], whole=generates), self._chunk_tokens
-        )
-        budget = self._budget(beside, objectives_s)
+        generates, budget = beside.rows > 0, self._budget(beside, objectives_s)
+
+        def ready(key: int) -> bool:
+            return self.preloading.ready(self._prompts[key], whole=generates)
+
+        def is_short(key: int) -> bool:
+            prompt = self._prompts[key]
+            return budget.is_short(prompt.sequence.computed, prompt.tokens_left)
+
+        wanted = self._scheduler.spans(ready, self._chunk_tokens, is_short)
         spans: list[PromptSpan] = []
         for key, tokens in wanted:
             prompt = self._prompts[key]

@@ -134,11 +134,14 @@ class Scheduler:
         """Prompts whose deadline has passed."""
         return [key for key, prompt in self._prompts.items() if prompt.deadline_s <= now_s]
 
-    def spans(self, ready: Callable[[int], bool], tokens: int) -> list[tuple[int, int]]:
+    def spans(
+        self, ready: Callable[[int], bool], tokens: int, is_short: Callable[[int], bool] = lambda key: True
+    ) -> list[tuple[int, int]]:
         """Whose chunks are computed in the next iteration, of those that are `ready` (their history is there,
         if they wait for any), and how many tokens of each: `tokens` in all. What the oldest leaves on its
-        turn goes to the others. On theirs it has no part unless it is done with it: they would wait for its
-        rows."""
+        turn goes to the others. On theirs it has no part: they would wait for its rows. Those that `is_short`
+        says take little of an iteration, with all that they have left, wait for nobody's rows but those of
+        such."""
         computing = self._in(SequenceState.COMPUTING)
         # Of those that have nothing left the end is awaited.
         able, background = self._split([key for key in computing if self._tokens_left(key) and ready(key)])
@@ -153,9 +156,15 @@ class Scheduler:
         if not self._progressed:  # whoever came first could not use it
             self._others_may = -tokens if self._others_first else tokens
         first: list[int] = []
-        if self._oldest not in self._done_with(sorted(able, key=self._tokens_left), tokens):
-            credit = tokens + self._others_may  # by which they may be ahead of it
-            first = others if self._others_may > 0 else self._done_with(others, credit)
+        credit = tokens + self._others_may  # by which they may be ahead of it
+        short = list(filter(is_short, self._done_with(others, tokens)))
+        if self._oldest in self._done_with(sorted(able, key=self._tokens_left), tokens):
+            if not is_short(self._oldest):
+                first = self._done_with(short, credit)
+        elif self._others_may > 0:
+            first = short or others
+        else:
+            first = self._done_with(others, credit)
         self._others_first, self._progressed = bool(first), False
         return self._shares(first or [self._oldest, *others], tokens)
 

@@ -130,7 +130,7 @@ def test_a_prompt_whose_last_chunk_is_under_way_has_no_turn() -> None:
 def test_short_prompts_share_an_iteration() -> None:
     made = make(100, 9 * CHUNK, 60)
     assert made.spans(lambda _: True, CHUNK) == [(0, 100), (2, 60), (1, CHUNK - 160)]
-    assert made.spans(lambda _: True, 80) == [(2, 60), (1, 20)], "the others' turn"
+    assert made.spans(lambda _: True, 80) == [(2, 60)], "the others' turn: it would wait for rows of 1"
     assert made.spans(lambda _: True, 0) == []
 
 
@@ -194,3 +194,29 @@ def test_memory_is_offered_to_the_background_last_and_it_takes_no_place_of_other
         made.admit(job, tokens_left=CHUNK)
     made.submit(4, tokens=CHUNK, deadline_s=100.0)
     assert made.admissible() == []
+
+
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
+    """What the oldest has left would be one chunk, but takes several iterations behind so much context."""
+    for one_chunk, expected in ((False, [(1, 60)]), (True, [(0, CHUNK - 100), (1, 60)])):
+        made = make(4 * CHUNK - 100)
+        for left in (3 * CHUNK - 100, 2 * CHUNK - 100, CHUNK - 100):
+            assert made.spans(lambda _: True, CHUNK) == [(0, CHUNK)]
+            made.progress(0, tokens_left=left)
+        made.submit(1, tokens=60, deadline_s=1.0)
+        made.admit(1, tokens_left=60)
+        assert made.spans(lambda _: True, CHUNK, lambda key, ends=one_chunk: key == 1 or ends) == expected
+
+
+def test_a_short_prompt_does_not_wait_for_any_of_several_long_ones() -> None:
+    made = make(9 * CHUNK, 9 * CHUNK, 60)
+    left = {0: 9 * CHUNK, 1: 9 * CHUNK, 2: 60}
+    ends = made.spans(lambda _: True, CHUNK)
+    while 2 in left:
+        for key, tokens in ends:
+            left[key] -= tokens
+            made.progress(key, tokens_left=left[key])
+        if not left[2]:
+            break
+        ends = made.spans(lambda _: True, CHUNK)
+    assert ends == [(2, 60)]
