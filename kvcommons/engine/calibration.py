@@ -4,7 +4,7 @@ section 4.2)."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,15 @@ from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core, on_own_thread
 from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.executor import Composer
-from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.iteration import Iteration, Rows
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.kept import Kept
 from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.request import Request
-from kvcommons.engine.sequence import LocalRun, Sequence
+from kvcommons.engine.sequence import LocalRun
+from kvcommons.engine.sequence import Sequence as Generating
 from kvcommons.engine.settings import EngineSettings
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.model.sampling import SamplingParams, SamplingRow
@@ -75,12 +76,19 @@ class UnsentChunk:
         """Nothing was taken."""
 
 
+Iterations = Callable[[Core, Sequence[Rows]], Iteration]
+
+
 class Calibration:
     """Iterations of chunks, and of tokens where sequences generate here, in blocks that are free. The first
     one is not learnt from: it pays for what is made lazily."""
 
-    def __init__(self, core: Core, *, chunk_tokens: int, generates: bool) -> None:
+    def __init__(
+        self, core: Core, *, chunk_tokens: int, generates: bool, iterations: Iterations = Iteration
+    ) -> None:
+        """`iterations`: what carries out rows over the core's layers."""
         self._core = core
+        self._made = iterations
         free = min(_ROOM_TOKENS, core.info.context_window - 1, core.allocator.free * core.block_tokens)
         self._tokens_free = free - free % core.block_tokens
         self._chunks = sorted({min(tokens, chunk_tokens, self._tokens_free) for tokens in _CHUNKS})
@@ -92,11 +100,12 @@ class Calibration:
         predictor: Predictor,
         *,
         seconds_max: float,
+        share: float = 1.0,
         cores: CoreLock | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """For about so long at most, each iteration alone on `cores`. Whatever it measured, the predictor has
-        learnt."""
+        learnt; where the layers here take a `share` of an iteration, what all of it takes."""
         if not self._tokens_free:
             return
         blocks = self._core.allocator.allocate(self._tokens_free // self._core.block_tokens)
@@ -114,7 +123,7 @@ class Calibration:
                     if iteration.failures:
                         raise iteration.failures[0]
                     if number:
-                        predictor.learn(iteration.work, iteration.timing.own_s)
+                        predictor.learn(iteration.work, iteration.timing.own_s / share)
                     if clock() - began_s > seconds_max:
                         break
         finally:
@@ -123,13 +132,14 @@ class Calibration:
     def _iterations(self, blocks: list[int]) -> Iterator[Iteration]:
         for _ in range(_REPEATS):
             for tokens in self._chunks:
-                yield Iteration(self._core, [UnsentChunk(self._core, range(tokens), blocks)])
+                yield self._made(self._core, [UnsentChunk(self._core, range(tokens), blocks)])
             last = self._chunks[-1]
             for sequences in self._batches:
                 batch = self._composer.batch(None, unsent_sequences(self._core, sequences, blocks))
-                yield self._composer.iteration(batch)
+                assert batch is not None
+                yield self._made(self._core, [self._composer.rows(batch)])
             late = UnsentChunk(self._core, range(self._tokens_free - last, self._tokens_free), blocks)
-            yield Iteration(self._core, [late])
+            yield self._made(self._core, [late])
 
 
 def unsent_composer(core: Core) -> Composer:
@@ -138,7 +148,7 @@ def unsent_composer(core: Core) -> Composer:
     return Composer(core, remote, attend_deadline_s=_S)
 
 
-def unsent_sequences(core: Core, count: int, blocks: list[int]) -> list[Sequence]:
+def unsent_sequences(core: Core, count: int, blocks: list[int]) -> list[Generating]:
     """So many that generate, and that nobody sent, each in blocks of its own, as far as there are so many:
     KV is not read twice."""
     size = core.block_tokens
@@ -151,7 +161,7 @@ def unsent_sequences(core: Core, count: int, blocks: list[int]) -> list[Sequence
             tokens=(0,) * (each * size), prompt_tokens=each * size, sampling=SamplingParams(),
             store_control="", store_data="", matched_blocks=0, no_reuse=True,
         )  # fmt: skip
-        sequence = Sequence(key=number, request=request, block_tokens=size, chain=request.chain(core.info))
+        sequence = Generating(key=number, request=request, block_tokens=size, chain=request.chain(core.info))
         sequence.append_run(LocalRun(first_block=0, blocks=blocks[first : first + each]))
         sequence.computed = each * size - 1
         made.append(sequence)
@@ -191,17 +201,24 @@ def machine_facts(settings: EngineSettings) -> tuple[str, ...]:
 
 
 def calibrated(
-    core: Core, settings: EngineSettings, *, chunk_tokens: int, generates: bool, core_lock: str
+    core: Core,
+    settings: EngineSettings,
+    *,
+    chunk_tokens: int,
+    generates: bool,
+    core_lock: str,
+    share: float = 1.0,
+    iterations: Iterations = Iteration,
 ) -> tuple[Predictor, KeptPredictor]:
     """What is known of a core, as it was kept, or else as it is measured for some seconds: alone on the
-    cores, where engines of the host share them. Of a pipeline stage nothing is measured, for others compute
-    the rest of its iterations."""
+    cores, where engines of the host share them. `share`: what its layers take of an iteration, whose rest
+    other stages compute."""
 
     def measure(predictor: Predictor) -> None:
-        calibration = Calibration(core, chunk_tokens=chunk_tokens, generates=generates)
+        calibration = Calibration(core, chunk_tokens=chunk_tokens, generates=generates, iterations=iterations)
         cores = CoreLock(Path(core_lock)) if core_lock else None
         try:
-            calibration.run(predictor, seconds_max=settings.calibrate_s, cores=cores)
+            calibration.run(predictor, seconds_max=settings.calibrate_s, share=share, cores=cores)
         finally:
             if cores is not None:
                 cores.close()
@@ -210,7 +227,7 @@ def calibrated(
     predictor = kept.read()
     if predictor is None:
         predictor = Predictor()
-        if settings.calibrate_s and len(core.layers) == core.info.layers:
+        if settings.calibrate_s:
             on_own_thread("calibrate", settings, partial(measure, predictor))
         kept.write(predictor)
     return predictor, kept

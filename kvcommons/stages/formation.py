@@ -46,6 +46,12 @@ class StageShare:
     def layers(self) -> range:
         return self.ranges[self.number]
 
+    @property
+    def of_iterations(self) -> float:
+        """What this stage takes of what all of them do, as far as is known."""
+        times = self.division.times
+        return times.of(self.layers) / times.of(range(len(times.layers)))
+
     def message(self) -> pb.StagePart:
         return pb.StagePart(
             group=self.group,

@@ -19,6 +19,7 @@ from kvcommons.engine.calibration import calibrated
 from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock, CoreLockCollector
 from kvcommons.engine.history import Condemner, Histories
+from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.predictor import Predictor
@@ -45,6 +46,7 @@ from kvcommons.stages.division import standing_division
 from kvcommons.stages.formation import Formation, StageShare
 from kvcommons.stages.group import StageGroup
 from kvcommons.stages.history import StagedHistories
+from kvcommons.stages.iteration import StageIteration
 from kvcommons.stages.metrics import StageMetrics
 from kvcommons.stages.ranks import RankGroup
 from kvcommons.stages.service import load_share
@@ -478,6 +480,8 @@ async def serve(config: DecodeConfig, process: Process) -> None:
             chunk_tokens=config.chunk_tokens,
             generates=True,
             core_lock=config.core_lock,
+            share=share.of_iterations,
+            iterations=Iteration if share.alone else StageIteration,
         )
         token_s = predictor.seconds(IterationWork(rows=1))
         if token_s > config.tbt_objective_s:

@@ -17,6 +17,7 @@ from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock, CoreLockCollector
 from kvcommons.engine.executor import Composer, Executor, Inline
 from kvcommons.engine.history import Condemner, Histories
+from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.load_or_compute import AlwaysLoad
 from kvcommons.engine.predictor import Predictor
@@ -35,6 +36,7 @@ from kvcommons.stages.executor import Pipelined
 from kvcommons.stages.formation import Formation, StageShare
 from kvcommons.stages.group import StageGroup
 from kvcommons.stages.history import StagedHistories
+from kvcommons.stages.iteration import StageIteration
 from kvcommons.stages.metrics import StageMetrics
 from kvcommons.stages.ranks import RankGroup
 from kvcommons.stages.service import load_share
@@ -214,6 +216,8 @@ async def serve(config: PrefillConfig, process: Process) -> None:
             chunk_tokens=config.chunk_tokens,
             generates=False,
             core_lock=config.core_lock,
+            share=share.of_iterations,
+            iterations=Iteration if share.alone else StageIteration,
         )
         parts = PrefillParts(config, core, share, ranks, predictor, process, changed)
         if parts.group is not None:

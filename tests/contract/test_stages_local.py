@@ -12,11 +12,13 @@ import pytest
 
 from kvcommons.engine.chunk_budget import ChunkBudget
 from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.iteration_costs import IterationCosts, IterationWork
 from kvcommons.engine.load_or_compute import LoadOrCompute
 from kvcommons.engine.prompts import PromptSpan
 from kvcommons.engine.token_rows import TokenRows
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Loading, Unavailable
-from kvcommons.pb import common_pb2, prefill_pb2_grpc
+from kvcommons.pb import common_pb2, ledger_pb2, prefill_pb2_grpc
+from kvcommons.rpc.directory import Directory
 from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, prefill_idle, slow
 from tests.contract.engine_turns import Turn, prompt, started_in_order, turn, whole_beside_a_kill
 from tests.contract.test_decode_stages import SETTINGS
@@ -370,6 +372,29 @@ async def test_a_prompt_beyond_its_memory_is_spread_beside_tokens(
     assert (await task).tokens == answer
     assert {TokenRows, PromptSpan} not in kinds
     await engines.idle("both", "large")
+
+
+@pytest.mark.parametrize(("stages", "tensor"), [(2, 1), (1, 2)])
+async def test_what_iterations_take_is_known_from_the_start(engines: Stack, stages: int, tensor: int) -> None:
+    """Through all stages: the first one measures its own layers, and knows what share of all they are."""
+    await engines.lenders()
+    measured = {"engine": {"calibrate_s": 1.0}}
+    await engines.staged_decode(stages, "d", tensor=tensor, **measured, max_local_prefill_tokens=0)
+    await engines.staged_decode(1, "whole", **measured, max_local_prefill_tokens=0)
+    directory = Directory(engines.ledger, "test")
+    directory.start()
+    try:
+
+        def costs(name: str) -> IterationCosts:
+            found = [one.load for one in directory.instances("decode") if one.id == name]
+            return IterationCosts.of((found or [ledger_pb2.Load()])[0].costs)
+
+        await eventually(lambda: costs("d").chunks and costs("whole").chunks)
+        for work in (IterationWork(rows=8), IterationWork.of_chunk(range(32))):
+            staged_s, whole_s = costs("d").seconds(work), costs("whole").seconds(work)
+            assert 0.4 * whole_s < staged_s < 3 * whole_s  # of a model whose layers take next to nothing
+    finally:
+        await directory.stop()
 
 
 async def test_chunks_beside_tokens_keep_what_those_were_promised(
