@@ -181,6 +181,8 @@ class KeptPredictor:
         model = f"{core.info.fingerprint.hex()} {core.layers}"
         if len(core.layers) < core.info.layers:
             model += " through all stages"
+        if core.model.rank.ranks > 1:
+            model += f" in {core.model.rank.ranks} ranks"
         products = core.backend.operators.multiplies
         return cls(
             kept=Kept.of(settings.predictor_file, model, *machine_facts(settings), products),

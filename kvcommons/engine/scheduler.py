@@ -25,6 +25,7 @@ from kvcommons.errors import Overloaded
 from kvcommons.placement.base import Next
 
 BACKGROUND_EVERY = 8
+_LEAST_SHARE = 32  # of what an iteration may compute, as which one of fewer tokens counts beside those
 
 
 class SequenceState(Enum):
@@ -159,14 +160,19 @@ class Scheduler:
         credit = tokens + self._others_may  # by which they may be ahead of it
         short = list(filter(is_short, self._done_with(others, tokens)))
         if self._oldest in self._done_with(sorted(able, key=self._tokens_left), tokens):
-            if not is_short(self._oldest):
+            if is_short(self._oldest):
+                first = [self._oldest, *short]
+            else:
                 first = self._done_with(short, credit)
         elif self._others_may > 0:
             first = short or others
         else:
-            first = self._done_with(others, credit)
-        self._others_first, self._progressed = bool(first), False
-        return self._shares(first or [self._oldest, *others], tokens)
+            first = self._done_with(short, credit) or self._done_with(others, credit)
+        self._others_first, self._progressed = bool(first) and self._oldest not in first, False
+        shares = self._shares(first or [self._oldest, *others], tokens)
+        if self._others_first:  # an iteration of few tokens takes its time, too
+            self._others_may -= max(tokens // _LEAST_SHARE - sum(share for _, share in shares), 0)
+        return shares
 
     def _shares(self, keys: list[int], tokens: int) -> list[tuple[int, int]]:
         """Of so many tokens in all, to the first ones what they have left."""

@@ -23,6 +23,7 @@ from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Condemner, Load
 from kvcommons.engine.iteration import Rows
+from kvcommons.engine.mailbox import reply
 from kvcommons.engine.prompt import FirstToken, Prompt, StaysHere
 from kvcommons.engine.prompts import PromptSpan
 from kvcommons.engine.request import Request
@@ -212,7 +213,7 @@ class StageGroup:
         if not request.grammar or self.core.model.last:
             return
         answer: Future[Any] = Future()  # another one, that is done when it is compiled
-        self.engine.post(lambda: answer.set_result(self._prepare(request.tenant, request.grammar)))
+        self.engine.post(lambda: reply(answer, self._prepare(request.tenant, request.grammar)))
         try:
             async with asyncio.timeout(COMPILE_S):
                 await asyncio.shield(asyncio.wrap_future(await asyncio.wrap_future(answer)))
@@ -263,7 +264,9 @@ class StageGroup:
         number = self._grammars.pop((tenant, text), 0)
         self._grammars[tenant, text] = number = number or next(self._numbers)
         while len(self._grammars) > GRAMMARS_MAX // 2:
-            formed.grammars.pop(self._grammars.pop(next(iter(self._grammars))), None)
+            oldest = self._grammars.pop(next(iter(self._grammars)))
+            if oldest in formed.grammars and formed.grammars[oldest].done():  # else somebody waits for it
+                del formed.grammars[oldest]
         if number not in formed.grammars:
             formed.grammars[number] = Future()
             prepare = pb.PrepareGrammar(number=number, tenant=tenant, grammar=text)
@@ -286,6 +289,8 @@ class StageGroup:
     def enter(self, iteration: StageIteration) -> None:
         """It belongs to the epoch that is: what comes of it means nothing to the next one."""
         iteration.epoch = 0 if self._epoch is None else self._epoch.number
+        if self.ranks is not None:
+            self.ranks.enter(iteration.epoch)
 
     def _epoch_of(self, iteration: StageIteration) -> EpochState | None:
         """None where it is over."""

@@ -47,13 +47,14 @@ class StageIteration(Iteration):
 
     def run(self, between_layers: Callable[[], None] | None = None) -> list[list[pb.SampledToken]]:
         tokens = super().run(between_layers)
-        if self._summed:
-            for number, group in enumerate(self.groups):
-                if isinstance(group, TokenRows) and group.batch.shares and number not in self.failures:
-                    self._agree_on_lost(group)
-                elif isinstance(group, PromptSpan):
-                    self._agree_on_chunk(number, group)
         return [[] if number in self.failures else made for number, made in enumerate(tokens)]
+
+    def _agree(self) -> None:
+        for number, group in enumerate(self.groups if self._summed else ()):
+            if isinstance(group, TokenRows) and group.batch.shares and number not in self.failures:
+                self._agree_on_lost(group)
+            elif isinstance(group, PromptSpan):
+                self._agree_on_chunk(number, group)
 
     def _agree_on_lost(self, group: TokenRows) -> None:
         """What one rank could not attend over none has summed up right."""
@@ -68,10 +69,11 @@ class StageIteration(Iteration):
         failed = torch.full((1,), float(number in self.failures))
         if not self._over_ranks(failed).any():
             span.save_whole()
-        elif not span.prompt.memory.keeps:
+            return
+        span.drop()
+        if not span.prompt.memory.keeps:
             lost = Unavailable("another rank of this stage could not attend over the prompt's blocks")
             self.failures.setdefault(number, lost)
-            self.going_on, self.leaving = [], None
 
     def _over_ranks(self, values: Tensor) -> Tensor:
         """Their sums over all ranks of the stage, in host memory as they are."""
@@ -96,6 +98,7 @@ class StageIteration(Iteration):
         nothing: list[list[pb.SampledToken]] = [[] for _ in self.groups]
         if core.model.rank.number and core.layers.stop == core.model.spec.layers:
             self._close_sampled(state)
+            self._agree()
             return nothing
         if core.model.last:
             return super()._finish(state)
@@ -104,6 +107,7 @@ class StageIteration(Iteration):
             return nothing
         with self.timing.slice(nullcontext()):
             hidden = core.model.leave(state, attention)
+            self._agree()
             if core.model.rank.number:
                 return nothing  # the first rank has the same, and passes it on
             self.going_on = [number for number in range(len(self.groups)) if number not in self.failures]

@@ -40,6 +40,7 @@ class RankGroup:
         self._came: dict[int, tuple[int, Connection]] = {}  # by rank, with its epoch: not joined yet
         self._epoch = self._left = 0  # the newest that was joined, and that was left
         self._calling: list[Connection] = []  # of a rank that joins
+        self._entered = 0  # by the process that begins iterations
         self._sums: RankSums | None = None
 
     def welcome(self, join: pb.JoinRanks, exchange: Exchange) -> None:
@@ -90,6 +91,10 @@ class RankGroup:
         if sums is not None:
             sums.close()
 
+    def enter(self, epoch: int) -> None:
+        """What is summed up from here on belongs to that epoch, also if another one is joined meanwhile."""
+        self._entered = epoch
+
     def sum(self, part: Tensor) -> Tensor:
         """Of what all ranks have, in the dtype of `part` [rows, hidden], with the same bits at each. Before
         the first epoch, where this rank measures what computing takes, its own part. Raises Unavailable
@@ -98,7 +103,7 @@ class RankGroup:
             epoch, sums = self._epoch, self._sums
         if not epoch:
             return part
-        if sums is None:
+        if sums is None or self._entered not in (0, epoch):
             raise Unavailable("this rank belongs to no epoch")
         held = self._device.fetch(part.contiguous())
         try:

@@ -403,13 +403,13 @@ async def test_chunks_beside_tokens_keep_what_those_were_promised(
     """Of the time through all stages, whichever sequences' tokens are under way."""
     SlowIterations(monkeypatch, scaled(0.06))  # each stage: what the first one takes itself is little
     chosen: list[tuple[float, int]] = []
-    fit = ChunkBudget.fit
+    add = ChunkBudget.add
 
-    def noted(self: ChunkBudget, first: int, tokens: int) -> int:
-        chosen.append((self._limit_s, fit(self, first, tokens)))
-        return chosen[-1][1]
+    def noted(self: ChunkBudget, chunk: IterationWork) -> None:
+        chosen.append((self._limit_s, int(chunk.rows)))
+        add(self, chunk)
 
-    monkeypatch.setattr(ChunkBudget, "fit", noted)
+    monkeypatch.setattr(ChunkBudget, "add", noted)
     await engines.lenders()
     decode = await engines.staged_decode(3, **LOCAL | {"chunk_tokens": 256}, tbt_objective_s=scaled(0.1))
     chosen.clear()

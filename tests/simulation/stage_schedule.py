@@ -69,7 +69,7 @@ class StageSchedule:
         self.allocator = BlockAllocator(BLOCKS)
         core: Any = SimpleNamespace(allocator=self.allocator)
         ignored: Any = SimpleNamespace(busy=lambda *args: None, writer="", control_of=lambda address: "")
-        ranks: Any = SimpleNamespace(rank=TensorRank(ranks=self.tensor))
+        ranks: Any = SimpleNamespace(rank=TensorRank(ranks=self.tensor), enter=lambda epoch: None)
         division = LayerDivision.said((1,) * self.stages, self.stages)
         self.group = StageGroup(
             core, division, metrics=ignored, saver=ignored, condemner=ignored, iteration_s=1e6,

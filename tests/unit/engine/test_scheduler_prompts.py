@@ -129,8 +129,8 @@ def test_a_prompt_whose_last_chunk_is_under_way_has_no_turn() -> None:
 
 def test_short_prompts_share_an_iteration() -> None:
     made = make(100, 9 * CHUNK, 60)
-    assert made.spans(lambda _: True, CHUNK) == [(0, 100), (2, 60), (1, CHUNK - 160)]
-    assert made.spans(lambda _: True, 80) == [(2, 60)], "the others' turn: it would wait for rows of 1"
+    assert made.spans(lambda _: True, CHUNK) == [(0, 100), (2, 60)], "they would wait for rows of 1"
+    assert made.spans(lambda _: True, 80) == [(2, 60)]
     assert made.spans(lambda _: True, 0) == []
 
 
@@ -220,3 +220,24 @@ def test_a_short_prompt_does_not_wait_for_any_of_several_long_ones() -> None:
             break
         ends = made.spans(lambda _: True, CHUNK)
     assert ends == [(2, 60)]
+
+
+def test_who_is_done_on_credit_does_not_wait_for_one_that_is_not_short() -> None:
+    made = make(9 * CHUNK, 300, 60)
+    assert made.spans(lambda _: True, CHUNK, lambda key: key == 2) == [(2, 60)]
+
+
+def test_the_end_of_the_oldest_does_not_wait_for_thousands_of_iterations() -> None:
+    """Of prompts that are all but found, one after the other, each with an iteration of its own."""
+    made = make(CHUNK, max_running=10_000)
+    for key in range(1, 200):
+        made.submit(key, tokens=1, deadline_s=1.0)
+        made.admit(key, tokens_left=1)
+        spans = made.spans(lambda _: True, CHUNK, lambda key: key > 0)
+        if any(one == 0 for one, _ in spans):
+            assert key < 100
+            return
+        for one, _ in spans:
+            made.progress(one, tokens_left=0)
+            made.remove(one)
+    raise AssertionError("it starves")
