@@ -213,7 +213,7 @@ class Iteration:
         return [drawn[end - len(some) : end] for some, end in zip(sampling, ends, strict=True)]
 
     def _agree(self) -> None:
-        """All layers are computed: several ranks agree on what of them is right."""
+        """All layers are computed: several ranks agree on which chunks are right."""
 
     def _read_logprobs(self, number: int, closed: Tensor) -> None:
         """A slice of the rows at a time: the logits of a chunk would not fit."""

@@ -183,8 +183,9 @@ class Prompts:
 
     def exclusive(self, prompt: Prompt) -> bool:
         """Whether its history is still on its way, or lies with several holders: then it is alone in its
-        iteration, so that its waits stall nobody else."""
-        return not self.preloading.whole(prompt) or not prompt.memory.keeps
+        iteration, so that its waits stall nobody else; or other ranks wait while its logprobs are read."""
+        reads = self.in_ranks and prompt.request.prompt_logprobs is not None
+        return reads or not self.preloading.whole(prompt) or not prompt.memory.keeps
 
     def await_history(self) -> bool:
         """There was nothing to compute: waits a moment for the oldest prompt's history. False where none

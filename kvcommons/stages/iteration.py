@@ -47,13 +47,14 @@ class StageIteration(Iteration):
 
     def run(self, between_layers: Callable[[], None] | None = None) -> list[list[pb.SampledToken]]:
         tokens = super().run(between_layers)
+        for number, group in enumerate(self.groups if self._summed else ()):
+            if isinstance(group, TokenRows) and group.batch.shares and number not in self.failures:
+                self._agree_on_lost(group)  # some is known at the end only
         return [[] if number in self.failures else made for number, made in enumerate(tokens)]
 
     def _agree(self) -> None:
         for number, group in enumerate(self.groups if self._summed else ()):
-            if isinstance(group, TokenRows) and group.batch.shares and number not in self.failures:
-                self._agree_on_lost(group)
-            elif isinstance(group, PromptSpan):
+            if isinstance(group, PromptSpan):
                 self._agree_on_chunk(number, group)
 
     def _agree_on_lost(self, group: TokenRows) -> None:

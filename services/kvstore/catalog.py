@@ -205,14 +205,20 @@ class Catalog:
         if block_id in space.blocks:
             return Refusal.STORED
         staging = space.stagings.get(block_id, {}).get(writer)
-        if staging is not None and (
-            staging.parts != parts or not (staging.missing - staging.receiving).issuperset(coming)
-        ):
-            if layers.start:
+        if staging is not None:
+            again = staging.parts == parts and staging.receiving.isdisjoint(coming)
+            if again and staging.missing.isdisjoint(coming):
+                # One of its writer's processes has found the block, and saves it once more. What the others
+                # have sent is right, and may not come again.
                 return Refusal.DUPLICATE
-            # Its writer begins anew: what it computed before was given up between two layers.
-            self._drop(staging)
-            staging = None
+            if again:
+                staging.missing.update(coming)
+            elif layers.start:
+                return Refusal.DUPLICATE
+            else:
+                # Its writer begins anew, and what it computed before is still on its way.
+                self._drop(staging)
+                staging = None
         if staging is None:
             slot = self.evictor.dram_slot(space)
             if slot is None:

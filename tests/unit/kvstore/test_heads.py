@@ -89,13 +89,29 @@ def test_a_rank_that_begins_anew_spoils_nothing(tmp_path: Path) -> None:
     one, other = divided(2)
     put_layer(store, layer_put(IDS, 0, heads=one))
     put_layer(store, layer_put(IDS, 0, heads=other))
-    put_layer(store, layer_put(IDS, 0, heads=one))  # from the start: what there was is dropped
+    put_layer(store, layer_put(IDS, 0, heads=one))
     put_layer(store, layer_put(IDS, 1, heads=other))  # of the time before, still under way
     put_layer(store, layer_put(IDS, 1, count=2, heads=one))
     assert read_blocks(store, IDS) == 0
     put_layer(store, layer_put(IDS, 0, heads=other))
     for layer in (1, 2):
         put_layer(store, layer_put(IDS, layer, heads=other))
+    assert read_blocks(store, IDS) == len(IDS)
+    store.close()
+
+
+def test_a_process_that_saves_a_block_once_more_takes_nothing_from_the_others(tmp_path: Path) -> None:
+    """Of two stages of two ranks, of which one has found the block, and sends its part again, before the last
+    part has come; what the others found they may have sent before."""
+    store = open_store(tmp_path)
+    one, other = divided(2)
+    put_layer(store, layer_put(IDS, 0, count=2, heads=one))
+    put_layer(store, layer_put(IDS, 0, count=2, heads=other))
+    for _ in range(2):
+        put_layer(store, layer_put(IDS, 2, heads=one))
+    put_layer(store, layer_put(IDS, 0, count=2, heads=one))
+    assert read_blocks(store, IDS) == 0
+    put_layer(store, layer_put(IDS, 2, heads=other))
     assert read_blocks(store, IDS) == len(IDS)
     store.close()
 
