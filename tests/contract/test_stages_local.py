@@ -412,6 +412,7 @@ async def test_chunks_beside_tokens_keep_what_those_were_promised(
     monkeypatch.setattr(ChunkBudget, "add", noted)
     await engines.lenders()
     decode = await engines.staged_decode(3, **LOCAL | {"chunk_tokens": 256}, tbt_objective_s=scaled(0.1))
+    await engines.idle("decode")  # of the sequence that asked whether the stages are together
     chosen.clear()
     await alone(decode, engines, prompt(300, 7), 20).run()
     assert chosen[0] == (float("inf"), 256)
