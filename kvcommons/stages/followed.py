@@ -22,7 +22,7 @@ from kvcommons.engine.core import Core
 from kvcommons.engine.executor import Composer
 from kvcommons.engine.history import Condemner, Histories, Load
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.prompt import Prompt, PromptMemory, StaysHere
+from kvcommons.engine.prompt import Prompt, PromptMemory, PromptSink, StaysHere
 from kvcommons.engine.prompt_memory import WholePrompt
 from kvcommons.engine.prompts import Prompts, PromptSpan
 from kvcommons.engine.request import Request
@@ -379,16 +379,10 @@ class FollowedEpoch:
         memory: PromptMemory = parts.whole
         if begin.spread:
             memory = SpreadPrompt(core, parts.keeper, self._spread_over, delivery, targets, core.block_tokens)
-        prompt = Prompt(
-            sequence=self._sequence(begin.sequence, asked.job),
-            sink=HandOver(parts.pusher, delivery, handed_over, asked.push_from_block, lambda event: None),
-            memory=memory,
-            deadline_s=time.monotonic() + begin.deadline_ms / 1000,
-            submitted_s=time.monotonic(),
-            blocks=list(begin.blocks),
-            save_from=begin.save_from,
-        )
-        prompt.reuse(device=begin.device_blocks, loaded=begin.loaded_blocks, placed=begin.placed_blocks)
+        sink = HandOver(parts.pusher, delivery, handed_over, asked.push_from_block, lambda event: None)
+        sequence = self._sequence(begin.sequence, asked.job)
+        prompt = self._computed_here(sequence, begin, sink, memory, list(begin.blocks))
+        prompt.reuse(placed=begin.placed_blocks)
         with self._changed:
             held = HeldSpread if begin.spread else HeldPrompt
             self._held[begin.sequence] = held(prompt, delivery, targets)
@@ -409,23 +403,33 @@ class FollowedEpoch:
         runs = self._holders.runs(reserve.runs, 0)
         held = HeldSequence(sequence, runs, shared_blocks=reserve.shared_blocks)
         if reserve.HasField("prompt"):
-            held.prompt = self._computed_here(sequence, reserve.prompt)
+            held.prompt = self._computed_here(
+                sequence, reserve.prompt, StaysHere(), self._parts.whole, held.blocks
+            )
+            self._parts.prompts.save_found(held.prompt)
         with self._changed:
             self._held[reserve.sequence] = held
             self._changed.notify_all()
 
-    def _computed_here(self, sequence: Sequence, computed: pb.ComputedPrompt) -> Prompt:
+    def _computed_here(
+        self,
+        sequence: Sequence,
+        found: pb.BeginPrompt | pb.ComputedPrompt,
+        sink: PromptSink,
+        memory: PromptMemory,
+        blocks: list[int],
+    ) -> Prompt:
+        """Its prompt, of which so much was `found`."""
         prompt = Prompt(
             sequence=sequence,
-            sink=StaysHere(),
-            memory=self._parts.whole,
+            sink=sink,
+            memory=memory,
             deadline_s=math.inf,  # the first stage has it
             submitted_s=time.monotonic(),
-            blocks=sequence.local_blocks(),
-            save_from=computed.save_from,
+            blocks=blocks,
+            save_from=found.save_from,
         )
-        prompt.reuse(device=computed.device_blocks, loaded=computed.loaded_blocks)
-        self._parts.prompts.save_found(prompt)
+        prompt.reuse(device=found.device_blocks, loaded=found.loaded_blocks)
         return prompt
 
     def _grow(self, grow: pb.GrowSequence) -> None:

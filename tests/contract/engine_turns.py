@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -95,6 +96,13 @@ class Reference:
         logits = logits_of(self._model, tokens, made)
         of_made = logits.log_softmax(-1).gather(1, torch.tensor(made).unsqueeze(1))
         return [float(one) for one in of_made[:, 0]]
+
+
+def assert_exact(reference: Reference, one: Turn, tokens: Sequence[int], expected: Sequence[int]) -> None:
+    """Its tokens are those that follow; logits are compared as logarithms of probabilities."""
+    assert one.tokens == expected
+    logprobs = reference.logprobs(tokens, expected)
+    assert [token.logprob for token in one.sampled] == pytest.approx(logprobs, abs=1e-4)
 
 
 def prefill_request(model: bytes, tokens: Sequence[int], **changes: Any) -> prefill_pb2.PrefillRequest:

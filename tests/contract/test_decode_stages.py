@@ -19,7 +19,7 @@ from kvcommons.stages.settings import StageSettings
 from services.decode.config import DecodeConfig
 from services.decode.stage import stage_share
 from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, prefill_idle, settings, slow
-from tests.contract.engine_turns import Turn, prompt, turn, whole_beside_a_kill
+from tests.contract.engine_turns import Turn, assert_exact, prompt, turn, whole_beside_a_kill
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_truncation import Session, stays_in_use
 from tests.contract.truncation_reference import TruncatedReference
@@ -60,10 +60,8 @@ async def test_several_sequences_generate_the_reference(engines: Stack, stages: 
     sampling = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
     turns = [turn(prefill, decode, engines.model, tokens, 40, sampling=sampling) for tokens, _ in known]
     made = await asyncio.gather(*(one.run() for one in turns))
-    assert [one.tokens for one in made] == [expected for _, expected in known]
     for one, (tokens, expected) in zip(made, known, strict=True):
-        logprobs = engines.reference.logprobs(tokens, expected)
-        assert [token.logprob for token in one.sampled] == pytest.approx(logprobs, abs=1e-4)
+        assert_exact(engines.reference, one, tokens, expected)
     await engines.idle("decode")
     await prefill_idle(prefill)
 

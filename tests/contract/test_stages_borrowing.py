@@ -16,7 +16,14 @@ from kvcommons.engine.token_rows import TokenRows
 from kvcommons.errors import CapacityExhausted, DataLoss, KVCommonsError, Unavailable
 from kvcommons.pb import common_pb2
 from tests.contract.engine_stack import BLOCK, Stack, no_iterations, prefill_idle, ready, settings, slow
-from tests.contract.engine_turns import Turn, prompt, started_in_order, turn, whole_beside_a_kill
+from tests.contract.engine_turns import (
+    Turn,
+    assert_exact,
+    prompt,
+    started_in_order,
+    turn,
+    whole_beside_a_kill,
+)
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_truncation import Session, stays_in_use
 from tests.contract.truncation_reference import TruncatedReference
@@ -55,9 +62,7 @@ async def test_a_sequence_over_one_to_seventeen_holders(engines: Stack, stages: 
     tokens, expected = engines.reference.prompt(260, 40)
     sampling = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
     one = await turn(prefill, decode, engines.model, tokens, 40, sampling=sampling).run()
-    assert one.tokens == expected
-    logprobs = engines.reference.logprobs(tokens, expected)
-    assert [token.logprob for token in one.sampled] == pytest.approx(logprobs, abs=1e-4)
+    assert_exact(engines.reference, one, tokens, expected)
     assert one.borrowed or share == 40
     await engines.idle("decode", *POOLS)
     await prefill_idle(prefill)
@@ -161,10 +166,8 @@ async def test_ranks_attend_at_the_parts_of_head_groups(
         for tokens, _ in known
     ]
     await asyncio.gather(*(one.run() for one in turns))
-    assert [one.tokens for one in turns] == [expected for _, expected in known]
     for one, (tokens, expected) in zip(turns, known, strict=True):
-        logprobs = engines.reference.logprobs(tokens, expected)
-        assert [token.logprob for token in one.sampled] == pytest.approx(logprobs, abs=1e-4)
+        assert_exact(engines.reference, one, tokens, expected)
     assert any(one.borrowed for one in turns)
     await engines.idle("decode", *PARTS)
     tokens, expected = known[0]

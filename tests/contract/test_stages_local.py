@@ -20,7 +20,14 @@ from kvcommons.errors import CapacityExhausted, KVCommonsError, Loading, Unavail
 from kvcommons.pb import common_pb2, ledger_pb2, prefill_pb2_grpc
 from kvcommons.rpc.directory import Directory
 from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, prefill_idle, slow
-from tests.contract.engine_turns import Turn, prompt, started_in_order, turn, whole_beside_a_kill
+from tests.contract.engine_turns import (
+    Turn,
+    assert_exact,
+    prompt,
+    started_in_order,
+    turn,
+    whole_beside_a_kill,
+)
 from tests.contract.test_decode_stages import SETTINGS
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_truncation import Session, stays_in_use
@@ -82,10 +89,8 @@ async def test_chunks_and_tokens_share_the_line(
     await eventually(lambda: all(len(one.tokens) > 3 for one in turns[:2]))
     kinds.clear()
     await asyncio.gather(*first, *(one.run() for one in turns[2:]))
-    assert [one.tokens for one in turns] == [expected for _, expected in known]
     for one, (tokens, expected) in zip(turns, known, strict=True):
-        logprobs = engines.reference.logprobs(tokens, expected)
-        assert [token.logprob for token in one.sampled] == pytest.approx(logprobs, abs=1e-4)
+        assert_exact(engines.reference, one, tokens, expected)
         assert one.reserved is not None
         assert one.reserved.computes
     assert {TokenRows, PromptSpan} in kinds, "no iteration had a chunk and a token"
