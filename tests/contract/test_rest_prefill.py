@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import os
 import re
+import sys
 import tempfile
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from kvcommons.errors import Unavailable
 from kvcommons.pb import ledger_pb2
 from services.router.api.schemas.answers import SessionPrefillState
-from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, WINDOW, KvStore, Stack, stack
+from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, MODEL_FOLDER, WINDOW, KvStore, Stack, stack
+from tests.machine import scaled
+from tests.unit.model.chat_folders import MISTRAL
 from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
@@ -61,6 +68,15 @@ async def events(served: Stack, method: str, path: str, body: Any = None) -> lis
         if line != b"[DONE]":
             SessionPrefillState.model_validate_json(line)
     return [None if line == b"[DONE]" else json.loads(line) for line in lines]
+
+
+async def next_state(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """Of a stream, as its next event has it."""
+    async for line in response.content:
+        if line.startswith(b"data: {"):
+            state: dict[str, Any] = json.loads(line[6:])
+            return state
+    raise AssertionError("the stream ended while the document was running")
 
 
 async def until(served: Stack, session: str, status: str) -> dict[str, Any]:
@@ -146,6 +162,35 @@ async def test_a_document_whose_client_goes_away_goes_on(served: Stack, session:
     assert status == 200
 
 
+async def test_a_document_may_take_longer_than_a_request(socket_folder: Path, rest_store: KvStore) -> None:
+    """A chat that begins later than the document comes to its deadline while the document goes on."""
+    settings = SOON | {"request_deadline_s": 1.0, "document_part_s": scaled(0.05)}
+    async with stack(socket_folder, rest_store, settings=settings) as served:
+        await served.show()
+        served.says("word " * 200)
+        served.script.delay_s = scaled(0.4)
+        path, body = path_of(f"s-{uuid.uuid4().hex[:8]}"), {"content": DOCUMENT, "stream": True}
+        states, later = [], []
+        async with served.http.post(path, json=body) as response:
+            states.append(await next_state(response))
+            chat = asyncio.create_task(served.post(CHAT, user("hello")))
+            while states[-1]["status"] == "running":
+                states.append(await next_state(response))
+                if chat.done():
+                    later.append(states[-1]["status"])
+                    served.script.delay_s = 0.0
+        status, reply = await chat
+        assert (status, reply["error"]["code"]) == (503, "deadline_exceeded")
+        assert later[0] == "running"
+        assert later[-1] == "completed", states[-1]["error"]
+        measured = [state for state in states if 0 < state["computed_tokens"] < state["tokens"]]
+        assert measured
+        for state in measured:
+            assert isinstance(state["seconds_left"], float), "it is foretold"
+            assert state["seconds_left"] > 0
+        assert states[-1]["seconds_left"] is None
+
+
 async def test_a_document_that_is_ended_leaves_the_session_as_it_was(served: Stack, session: str) -> None:
     await served.post(CHAT, user("hello", session_id=session))
     _, before = await served.get(f"/v1/sessions/{session}")
@@ -210,9 +255,38 @@ async def test_what_is_wrong_is_said_before_anything_is_computed(served: Stack, 
     assert status == 200, "no lease was left behind"
 
 
+async def test_a_role_that_the_template_refuses_is_refused_before_anything_is_computed(
+    socket_folder: Path, rest_store: KvStore, tmp_path: Path
+) -> None:
+    """Mistral's knows questions and answers only, which take turns."""
+    for file in MODEL_FOLDER.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").write_text(MISTRAL)
+    session = f"s-{uuid.uuid4().hex[:8]}"
+    async with stack(socket_folder, rest_store, model=tmp_path) as served:
+        await served.show()
+        served.says("Nice.")
+        status, reply = await served.post(path_of(session), {"content": DOCUMENT, "role": "system"})
+        assert (status, reply["error"]["param"]) == (400, "role")
+        assert "Roles must alternate" in reply["error"]["message"]
+        assert (await served.get(path_of(session)))[0] == 404
+        assert (await served.get(f"/v1/sessions/{session}"))[0] == 404
+        assert not served.engines[0].prefill.jobs
+        status, state = await served.post(path_of(session), {"content": DOCUMENT})
+        assert (status, state["role"]) == (202, "user")
+        await until(served, session, "completed")
+        _, record = await served.get(f"/v1/sessions/{session}")
+        assert [(one["role"], one["content"]) for one in record["messages"]] == [
+            ("user", DOCUMENT), ("assistant", ""),
+        ]  # fmt: skip
+        status, _ = await served.post(CHAT, user("who likes blue?", session_id=session))
+        assert status == 200
+
+
 async def test_a_document_beyond_all_memory_is_told_what_is_missing(
     socket_folder: Path, rest_store: KvStore
 ) -> None:
+    session = f"s-{uuid.uuid4().hex[:8]}"
     async with stack(socket_folder, rest_store) as served:
         instances = [*served.engines[0].instances(), served.store.instance]
         for instance in instances[:2]:
@@ -225,12 +299,23 @@ async def test_a_document_beyond_all_memory_is_told_what_is_missing(
             return len((await served.get("/v1/status"))[1]["instances"]) == 3
 
         await eventually(known)
-        status, reply = await served.post(path_of("s-long"), {"content": DOCUMENT})
+        status, reply = await served.post(path_of(session), {"content": DOCUMENT})
         assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
         assert reply["error"]["param"] == "content"
-        assert "are missing" in reply["error"]["message"]
+        needed = re.search(r"sequence of (\d+) tokens", reply["error"]["message"])
+        missing = re.search(r"are missing, which is (\d+) tokens", reply["error"]["message"])
+        assert needed
+        assert missing
+        assert int(needed[1]) > tokens, "the document, and its role"
+        assert 0 <= int(missing[1]) - (int(needed[1]) - 8 * BLOCK_TOKENS) < BLOCK_TOKENS, "in whole blocks"
         assert not served.engines[0].decode.jobs
         assert MODEL.block_tokens == BLOCK_TOKENS
+        assert (await served.get(path_of(session)))[0] == 404
+        assert (await served.get(f"/v1/sessions/{session}"))[0] == 404
+        served.says("Nice.")
+        status, _ = await served.post(CHAT, user("hello", session_id=session))
+        assert status == 200, "no lease was left behind"
+        assert (await served.get(f"/v1/sessions/{session}"))[1]["messages"][0]["content"] == "hello"
 
 
 @pytest.fixture
@@ -299,3 +384,43 @@ async def test_no_more_documents_at_once_than_the_settings_say(
         await until(served, "s-one", "completed")
         assert (await served.post(path_of("s-two"), {"content": DOCUMENT}))[0] == 202
         await until(served, "s-two", "completed")
+
+
+async def test_the_command_draws_a_bar_in_a_terminal(served: Stack, session: str, tmp_path: Path) -> None:
+    """Without colours, where what is left of a bar is blank."""
+    served.script.delay_s = scaled(0.5)
+    file = tmp_path / "document.txt"
+    file.write_text(DOCUMENT)
+    command = ["-m", "devstack", "prefill", "--url", served.url, "--session", session, str(file)]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "NO_COLOR": "1"}
+    mine, terminal = os.openpty()
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment
+    )
+    os.close(terminal)
+    reading = asyncio.create_task(asyncio.to_thread(until_closed, mine))
+    try:
+        status = await asyncio.wait_for(running.wait(), scaled(60))
+    finally:
+        if running.returncode is None:
+            running.kill()
+        written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", await reading)
+        os.close(mine)
+    assert status == 0, written
+    lines = [line.strip() for line in re.split(r"[\r\n]+", written)]
+    *bars, last = [line for line in lines if " tokens" in line and line.startswith(("━", "╸"))]
+    begun = re.compile(r"━+╸? +[1-9]\d?(\.\d)?% of \d+ tokens, \d+ tokens/s.*")
+    on_the_way = [line for line in bars if begun.fullmatch(line)]
+    assert on_the_way, written
+    assert re.match(r"━+ 100% of \d+ tokens", last), written
+    assert last.count("━") > on_the_way[0].count("━")
+    assert f"are in the session {session}" in written.partition(last)[2]
+
+
+def until_closed(terminal: int) -> str:
+    """All that is written to a terminal, until nobody has it open any more, which Linux calls an error."""
+    written = b""
+    with contextlib.suppress(OSError):
+        while data := os.read(terminal, 1 << 16):
+            written += data
+    return written.decode()

@@ -3,6 +3,8 @@ is, token for token, what the document would have been in one request."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -15,16 +17,22 @@ from typing import Any
 import pytest
 import torch
 
+from devstack.rest import RestClient
 from kvcommons.errors import KVCommonsError, NotFound, TurnInProgress, Unavailable
+from tests.contract.rest_stack import free_port
 from tests.exactness import assert_greedy, logits_of
-from tests.fault.conftest import slow_tables
+from tests.fault.conftest import BLOCK_TOKENS, slow_tables
 from tests.machine import scaled
+from tests.pausing import pause
+from tests.system.scrape import scrape
 from tests.system.stack import Stack
+from tests.waiting import wait_until
 
 SENTENCES = 130
 REFERRED = 50  # of a document that the reference reads, too, in a time that grows with their square
+FIRST_TOKENS = 1024  # of a part of which nobody knows how long it takes
 # A part takes as long as a test needs to hit it; a router that is gone is missed soon.
-ROUTER = {"document_part_s": 0.15, "lease_ms": 1500, "resume_deadline_s": 3.0}
+ROUTER: dict[str, object] = {"document_part_s": 0.15, "lease_ms": 1500, "resume_deadline_s": 3.0}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +82,11 @@ def until_computed(stack: Stack, session: str, percent: float) -> dict[str, Any]
     raise AssertionError("unreachable: the states have an end")
 
 
+def tokens_by_prefill(stack: Stack) -> float:
+    """That it has computed. Those whose KV it found do not count."""
+    return scrape(stack, "prefill").value("kvcommons_prefill_tokens_total", source="computed")
+
+
 def assert_one_chats_on_it(stack: Stack, reference: Any, session: str) -> None:
     turn = stack.client.say("Who likes blue?", session, max_tokens=16, temperature=0.0, ignore_eos=True)
     assert turn.cached_tokens > turn.prompt_tokens * 0.9, "its KV was computed, and kept"
@@ -99,11 +112,66 @@ def test_a_death_in_the_middle_of_a_document(stack: Stack, reference: Any, victi
     stack.client.post(path_of(session), {"content": document_of(session, REFERRED)})
     before = until_computed(stack, session, 25)
     stack.kill(victim)
+    counted = 0 if victim == "prefill" else tokens_by_prefill(stack)
     found = list(states(stack, session))
     assert found[-1]["status"] == "completed", found[-1]
     assert found[-1]["id"] == before["id"]
     assert found[-1]["computed_tokens"] == found[-1]["tokens"]
+    if victim != "prefill":  # with which dies what it had not saved
+        left = before["tokens"] - before["computed_tokens"]
+        assert tokens_by_prefill(stack) - counted <= left + BLOCK_TOKENS, "it began anew"
     assert_one_chats_on_it(stack, reference, session)
+    stack.assert_no_block_is_held()
+
+
+@contextlib.contextmanager
+def another_router(stack: Stack, output: Path) -> Iterator[tuple[RestClient, subprocess.Popen[bytes]]]:
+    """Of the same settings and over the same store, which nobody starts again."""
+    port = free_port()
+    client = RestClient(f"http://127.0.0.1:{port}")
+    command = [sys.executable, "-m", "services.router", "--config", str(stack.runtime / "kvcommons.toml")]
+    command += ["--set", f"listen=unix:{stack.runtime / 'another'}.c", "--set", f"port={port}"]
+    with output.open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as running:
+        try:
+            wait_until(client.healthy, "the other router is not ready")
+            yield client, running
+        finally:
+            running.kill()
+
+
+def test_another_router_goes_on_from_the_last_saved_block(stack: Stack, tmp_path: Path) -> None:
+    """The one that began it is killed; until then the other one knows of it by the record."""
+    session = "document-of-another"
+    path = path_of(session)
+    with another_router(stack, tmp_path / "another.log") as (client, router):
+        client.post(path, {"content": document_of(session)})
+        wait_until(lambda: client.get(path)["percent"] >= 40, "it gets no further")
+        prefill = stack.pid("prefill")
+        pause(prefill)  # the record is as far as the document then, as soon as the lease is renewed
+        try:
+            wait_until(
+                lambda: stack.client.get(path)["computed_tokens"] == client.get(path)["computed_tokens"],
+                "the record does not say how far it is",
+            )
+            before = stack.client.get(path)
+            router.kill()
+            router.wait(scaled(10))
+        finally:
+            os.kill(prefill, signal.SIGCONT)
+    counted = tokens_by_prefill(stack)
+    assert before["status"] == "running"
+    assert before["computed_tokens"] > FIRST_TOKENS, "which a part has that begins anew"
+    found = list(states(stack, session))
+    assert (found[-1]["status"], found[-1]["id"]) == ("completed", before["id"])
+    computed = [state["computed_tokens"] for state in found]
+    assert computed[0] >= before["computed_tokens"]
+    assert computed == sorted(computed)
+    assert computed[-1] == before["tokens"]
+    left = before["tokens"] - before["computed_tokens"]
+    assert tokens_by_prefill(stack) - counted <= left + BLOCK_TOKENS
+    turn = stack.client.say("Who likes blue?", session, max_tokens=4)
+    assert turn.cached_tokens >= before["tokens"] - BLOCK_TOKENS
+    assert stack.client.session(session)["messages"][0]["content"] == document_of(session)
     stack.assert_no_block_is_held()
 
 

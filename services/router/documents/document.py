@@ -103,10 +103,13 @@ class Document:
             block_tokens=model.block_tokens,
             part_s=serving.config.document_part_s,
         )
-        former = session.document_state
-        begun_ms = former.begun_ms if former is not None else time.time_ns() // 1_000_000
+        former = session.document_state or pb.DocumentState(begun_ms=time.time_ns() // 1_000_000)
         self.state = pb.DocumentState(
-            begun_ms=begun_ms, role=new_messages[0].role, model_name=model.name, tokens=len(new_tokens)
+            begun_ms=former.begun_ms,
+            computed_tokens=former.computed_tokens,  # until the store says what it has
+            role=new_messages[0].role,
+            model_name=model.name,
+            tokens=len(new_tokens),
         )
         self._kept = KeptBlocks(f"{serving.instance_id}/{turn_id}", model.fingerprint, self._ids)
         self._parts = itertools.count(time.time_ns())  # a router that goes on with it uses no number again
