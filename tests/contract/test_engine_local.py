@@ -235,3 +235,18 @@ async def test_each_role_drains_what_it_has(engines: Stack, unhurried: SlowItera
     assert (own.tokens, theirs.tokens) == (expected, others)
     await asyncio.wait_for(engines.tasks["both"], scaled(15))
     await engines.idle("alone")
+
+
+async def test_an_objective_that_no_token_keeps_is_warned_of(
+    engines: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It bounds the chunks beside tokens, of which the least there are then; so decode starts."""
+    decode = await engines.decode(
+        engine={"calibrate_s": 0.2}, tbt_objective_s=1e-9, max_local_prefill_tokens=ALL, chunk_tokens=256
+    )
+    said = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
+    assert [one for one in said if "tbt_objective_s = " in one and "is less than a token takes here" in one]
+    tokens, expected = engines.reference.prompt(75, 20)
+    made = turn(None, decode, engines.model, tokens, 20)
+    assert (await made.run()).tokens == expected
+    await engines.idle("decode")

@@ -313,6 +313,23 @@ async def prefill_and_decode_in_stages(engines: Stack) -> None:
     await prefill_idle(prefill)
 
 
+async def four_stages_of_thirty_layers(engines: Stack) -> None:
+    """They do not divide evenly. Those of prefill are processes of their own but for the first; what all of
+    them saved one with the whole model loads."""
+    await engines.lenders()
+    store = await engines.kvstore()
+    prefill, decode = await engines.staged(4, "p1", process=True), await engines.staged_decode(4, "d1")
+    assert len(engines.children) == 3
+    await alone_and_at_once(engines, prefill, decode)
+    first = await saved(engines, store, prefill, decode)
+    await engines.idle("d1")
+    await prefill_idle(prefill)
+    prefill = await engines.prefill("p2", loads="always")
+    decode = await engines.decode("d2", fetch_min_bytes=1 << 30)
+    await loaded(engines, prefill, decode, first)
+    await engines.idle("d2")
+
+
 async def three_ranks(engines: Stack) -> None:
     """Each has a KV head, of prefill, of decode, and of both; what they saved one with the whole model
     loads."""
@@ -379,6 +396,7 @@ async def several_answers_to_one_prompt(engines: Stack) -> None:
         spread_over_many_holders,
         a_prompt_beyond_prefills_memory,
         prefill_and_decode_in_stages,
+        four_stages_of_thirty_layers,
         three_ranks,
         two_stages_of_three_ranks,
         slices_of_each_others_batches,
@@ -410,6 +428,7 @@ async def test_drafts_right_and_wrong_change_no_token(engines: Stack) -> None:
     await engines.idle("plain", "decode")
 
 
+@pytest.mark.usefixtures("none_comes_home_by_itself")
 async def test_kv_that_comes_home_while_it_decodes(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its creditor calls it back."""
     await engines.lenders(24)

@@ -4,13 +4,15 @@ join while they are computed: tokens and log-probabilities are those of transfor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvcommons.engine.chunk_budget import ChunkBudget
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2
 from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, ready, scale_calls, settings
@@ -25,6 +27,11 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ANSWER = 6
 CAPACITY = 17_000
+# So many stages of so many ranks, and who of them, or of their holders, is killed.
+VICTIMS = [
+    (2, 1, "nobody"), (4, 1, "nobody"), (2, 2, "nobody"), (4, 1, "stage"), (2, 2, "stage"), (1, 2, "rank"),
+    (2, 2, "rank"), (2, 1, "holder"), (2, 2, "holder"),
+]  # fmt: skip
 SAMPLING = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
 
 
@@ -68,17 +75,29 @@ async def test_in_chunks_of_one_size(stack: Stack, long: LongPrompt, chunk_token
     await prefill_idle(prefill)
 
 
-async def test_in_chunks_that_keep_others_objective(stack: Stack, long: LongPrompt) -> None:
+@pytest.mark.parametrize(("stages", "tensor"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+async def test_in_chunks_that_keep_others_objective(
+    stack: Stack, long: LongPrompt, monkeypatch: pytest.MonkeyPatch, stages: int, tensor: int
+) -> None:
     """Decode computes the prompt beside a sequence that generates, in chunks that its objective leaves."""
+    chunks: list[int] = []
+    add = ChunkBudget.add
+
+    def noted(budget: ChunkBudget, chunk: IterationWork) -> None:
+        chunks.append(int(chunk.rows))
+        add(budget, chunk)
+
+    monkeypatch.setattr(ChunkBudget, "add", noted)
     await stack.lenders()
-    decode = await stack.decode(
-        engine={"capacity_tokens": 2 * CAPACITY}, max_local_prefill_tokens=CAPACITY, chunk_tokens=4096,
-        tbt_objective_s=0.1,
+    decode = await stack.staged_decode(
+        stages, tensor=tensor, engine={"capacity_tokens": 2 * CAPACITY}, max_local_prefill_tokens=CAPACITY,
+        chunk_tokens=4096, tbt_objective_s=0.1,
     )  # fmt: skip
     beside = turn(None, decode, stack.model, long.tokens[:64], 4000)
     beside.call_s = 300.0
     talking = asyncio.create_task(beside.run())
     await eventually(lambda: bool(beside.tokens))
+    chunks.clear()
     one = asked(stack, long, None, decode)
     await one.run()
     talking.cancel()
@@ -87,6 +106,8 @@ async def test_in_chunks_that_keep_others_objective(stack: Stack, long: LongProm
     assert one.reserved is not None
     assert one.reserved.computes
     assert 1 < len(beside.tokens) < 4000
+    assert sum(chunks) == len(long.tokens)
+    assert len(set(chunks)) > 2, "as the context grows, less is left of the objective"
     await stack.idle("decode")
 
 
@@ -134,13 +155,24 @@ async def test_over_one_to_four_holders_that_join(stack: Stack, long: LongPrompt
 
 
 @pytest.mark.parametrize(
-    ("stages", "tensor", "memory"), [(1, 1, 2048), (2, 1, 2048), (2, 1, CAPACITY), (2, 2, CAPACITY)], ids=str
+    ("prefills", "memory", "decodes"),
+    [
+        ((1, 1), 2048, (1, 1)),
+        ((2, 1), 2048, (1, 1)),
+        ((2, 1), CAPACITY, (1, 1)),
+        ((2, 2), CAPACITY, (1, 1)),
+        ((4, 1), CAPACITY, (2, 1)),
+        ((1, 2), CAPACITY, (1, 2)),
+        ((2, 2), CAPACITY, (2, 2)),
+    ],
+    ids=str,
 )
 async def test_with_history_from_the_store(
-    stack: Stack, long: LongPrompt, stages: int, tensor: int, memory: int
+    stack: Stack, long: LongPrompt, prefills: tuple[int, int], memory: int, decodes: tuple[int, int]
 ) -> None:
-    """Half of it is fetched to the first two holders, the others join behind them; stages and ranks that have
-    room for all of it load what they need of it themselves."""
+    """Half of it is fetched to the first two holders, the others join behind them, or to the stages and ranks
+    that generate; those of prefill that have room for all of it load what they need of it themselves."""
+    stages, tensor = prefills
     pools = ("pool-0", "pool-1", "pool-2")
     await stack.lenders(*[300 for _ in pools])
     store = await stack.kvstore()
@@ -161,7 +193,12 @@ async def test_with_history_from_the_store(
         other = await stack.staged(stages, "other", tensor=tensor, loads="always", **part)
     else:
         other = await stack.prefill("other", **part)
-    fresh = await stack.decode("fresh", **grow)
+    if decodes == (1, 1):
+        fresh = await stack.decode("fresh", **grow)
+    else:
+        fresh = await stack.staged_decode(
+            decodes[0], "fresh", tensor=decodes[1], **grow | {"placement": "local"}
+        )
     one = asked(stack, long, other, fresh, history=stack.history(known))
     await one.run()
     assert_exact(one, long)
@@ -231,10 +268,14 @@ async def test_two_stages_of_two_ranks_over_two_holders(stack: Stack, long: Long
     await prefill_idle(prefill)
 
 
-@pytest.mark.parametrize(
-    ("stages", "tensor", "victim"),
-    [(2, 1, "nobody"), (4, 1, "nobody"), (2, 2, "nobody"), (2, 2, "stage"), (2, 2, "rank"), (2, 2, "holder")],
-)
+async def lends_again(stack: Stack, blocks: int, heads: Sequence[tuple[str, str]]) -> None:
+    """The pool that was killed."""
+    engine = settings(stack.folder, capacity_tokens=blocks * BLOCK)
+    stack.pool_process("pool-1", engine, *(heads[1] if heads else ()))
+    await ready(partial(stack.inspect, "pool-1"))
+
+
+@pytest.mark.parametrize(("stages", "tensor", "victim"), VICTIMS)
 async def test_a_prompt_beyond_the_memory_of_stages_of_ranks(
     stack: Stack, long: LongPrompt, stages: int, tensor: int, victim: str
 ) -> None:
@@ -268,8 +309,7 @@ async def test_a_prompt_beyond_the_memory_of_stages_of_ranks(
         await stack.idle("decode", *(name for name in pools if victim != "holder" or name != "pool-1"))
         await prefill_idle(prefill)
         if victim == "holder":
-            stack.pool_process("pool-1", settings(stack.folder, capacity_tokens=550 * BLOCK), *heads[1])
-            await ready(partial(stack.inspect, "pool-1"))
+            await lends_again(stack, 550, heads)
         else:
             stack.stage(number, stages, rank=rank, **shape)
         await stack.together(prefill)
@@ -283,10 +323,7 @@ async def test_a_prompt_beyond_the_memory_of_stages_of_ranks(
     await prefill_idle(prefill)
 
 
-@pytest.mark.parametrize(
-    ("stages", "tensor", "victim"),
-    [(2, 1, "nobody"), (4, 1, "nobody"), (2, 2, "nobody"), (2, 2, "stage"), (2, 2, "rank"), (2, 2, "holder")],
-)
+@pytest.mark.parametrize(("stages", "tensor", "victim"), VICTIMS)
 async def test_generation_in_stages_of_ranks_over_two_holders(
     stack: Stack, long: LongPrompt, stages: int, tensor: int, victim: str
 ) -> None:
@@ -322,9 +359,7 @@ async def test_generation_in_stages_of_ranks_over_two_holders(
         alive = [name for name in pools if victim != "holder" or name != "pool-1"]
         await stack.idle("decode", *alive)
         if victim == "holder":
-            engine = settings(stack.folder, capacity_tokens=420 * BLOCK)
-            stack.pool_process("pool-1", engine, *heads[1])
-            await ready(partial(stack.inspect, "pool-1"))
+            await lends_again(stack, 420, heads)
         else:
             stack.decode_stage(number, stages, rank=rank, tensor=tensor, process=True, **shape)
             await stack.decode_together(decode)
