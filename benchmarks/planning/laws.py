@@ -182,8 +182,9 @@ class Replica:
             return alone_s
         pool_s = self.pool.attention_s(self.model, work, self.efficiency) * self.stages / self.pool_devices
         held = work.tokens_read
-        own = min(pool_s / (alone_s + pool_s), self.own_tokens / held) if held and alone_s else 1.0
-        return max(own * alone_s, (1 - own) * pool_s)
+        # A pool that does not compute takes for ever, and is left out where all has room without it.
+        own = min(1 / (1 + alone_s / pool_s), self.own_tokens / held) if held and alone_s else 1.0
+        return alone_s if own == 1.0 else max(own * alone_s, (1 - own) * pool_s)
 
     def _network_s(self, work: Work) -> float:
         """Activations to the next stage; of each layer queries to the holders and their partials back: both

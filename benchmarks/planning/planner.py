@@ -238,11 +238,11 @@ class Planner:
     def _prefilling(self, objectives: Objectives) -> Prefilling | None:
         """The cheapest; of those the quickest."""
         best: Prefilling | None = None
-        for replica in self._replicas:
+        for replica in self._with_pools:
             if best and replica.price > best.price:
                 break
-            if replica.kv_tokens >= objectives.context:
-                found = self._computing(replica, objectives, 1, _prefill(replica, objectives))
+            if replica.kv_tokens >= objectives.context and not self._too_slow(replica, objectives):
+                found = self._computing(replica, objectives)
                 if found and (best is None or (found.price, found.ttft_s) < (best.price, best.ttft_s)):
                     best = found
         return best
@@ -267,29 +267,28 @@ class Planner:
             if replica.price >= price_max:
                 break
             decoding = self._generating(replica, objectives)
-            if decoding is None or decoding.price >= price_max or self._too_slow(replica, objectives):
+            if decoding is None or self._too_slow(replica, objectives):
                 continue
             # With more replicas than the rows need, each has fewer rows beside its chunks.
             limit_s = _iteration_s_max(replica, objectives)
-            prefill = _prefill(replica, objectives, rows=decoding.rows, iteration_s_max=limit_s)
-            prefilling = self._computing(replica, objectives, decoding.count, prefill)
-            if prefilling and prefilling.price < price_max:
-                decoding = _decoding_of(replica, objectives, prefilling.count)
-                best = self._plan(objectives, prefilling, decoding, colocated=True)
-                price_max = best.price
+            for count in range(decoding.count, self._most(replica) + 1):
+                if count * replica.price >= price_max:
+                    break
+                decoding = _decoding_of(replica, objectives, count)
+                prefill = _prefill(replica, objectives, rows=decoding.rows, iteration_s_max=limit_s)
+                if prefilling := _prefilling_of(replica, objectives, count, prefill):
+                    best = self._plan(objectives, prefilling, decoding, colocated=True)
+                    price_max = best.price
         return best
 
-    def _computing(
-        self, replica: Replica, objectives: Objectives, least: int, prefill: Prefill | None
-    ) -> Prefilling | None:
-        """So many replicas, `least` at least, that the first token keeps its objective in the queue too."""
+    def _computing(self, replica: Replica, objectives: Objectives) -> Prefilling | None:
+        """So many replicas that the first token keeps its objective in the queue too."""
+        prefill = _prefill(replica, objectives)
         if prefill is None or prefill.seconds > objectives.ttft_s:
             return None
-        for count in range(least, self._most(replica) + 1):
-            ttft_s = _ttft_s(prefill, objectives, count)
-            if ttft_s <= objectives.ttft_s:
-                return Prefilling(replica=replica, count=count, prefill=prefill, ttft_s=ttft_s)
-        return None
+        counts = range(1, self._most(replica) + 1)
+        found = (_prefilling_of(replica, objectives, count, prefill) for count in counts)
+        return next(filter(None, found), None)
 
     def _generating(self, replica: Replica, objectives: Objectives) -> Decoding | None:
         """So many replicas that the rows of each keep the time between tokens, and have room."""
@@ -353,7 +352,7 @@ class Planner:
                 f"{1e3 * nearest:.3g} ms at best"
             )
         if prefilling is None:
-            alone = [_prefill(one, objectives) for one in self._replicas]
+            alone = [_prefill(one, objectives) for one in self._with_pools]
             nearest = min((one.seconds for one in alone if one), default=math.inf)
             return (
                 f"{named} cannot keep {objectives.ttft_s:.3g} s to the first token: one replica comes to "
@@ -373,6 +372,18 @@ def _prefill(
         rows=rows / replica.stages,
         row_context=objectives.context,
     )
+
+
+def _prefilling_of(
+    replica: Replica, objectives: Objectives, count: int, prefill: Prefill | None
+) -> Prefilling | None:
+    """None where the first token comes too late."""
+    if prefill is None:
+        return None
+    ttft_s = _ttft_s(prefill, objectives, count)
+    if ttft_s > objectives.ttft_s:
+        return None
+    return Prefilling(replica=replica, count=count, prefill=prefill, ttft_s=ttft_s)
 
 
 def _iteration_s_max(replica: Replica, objectives: Objectives) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +27,7 @@ from benchmarks.planning.laws import (
 from benchmarks.planning.planner import Market, Objectives, Plan, Planner
 from benchmarks.planning.serving import Load, Served, serve
 from benchmarks.report import p99
-from benchmarks.rooflines import A100_80G, H100, MODELS, RTX_3090, Model, Work
+from benchmarks.rooflines import A100_40G_AS_3090, A100_80G, H100, MODELS, RTX_3090, Model, Work
 from demo import MODEL_DIR
 from kvcommons.engine.chunk_budget import LEAST_TOKENS
 from kvcommons.engine.iteration_costs import IterationWork
@@ -203,6 +204,121 @@ def test_the_cheapest_shape_is_found() -> None:
     assert decoding.price == min(prices)
     assert decoding.tbt_s <= wanted.tbt_s
     assert plan.prefilling.ttft_s <= wanted.ttft_s
+
+
+SMALL = Market(device=H100, pool=A100_40G_AS_3090, devices_max=8, tensor_max=2, stages_max=4)
+
+
+def bought(market: Market, of: Model) -> Iterator[tuple[int, Replica]]:
+    """How many of which replicas the market has for this model, every one of them."""
+    for tensor in range(1, market.tensor_max + 1):
+        for stages in range(1, market.stages_max + 1):
+            devices = tensor * stages
+            for holders in range(market.devices_max // devices):
+                replica = Replica(
+                    model=of,
+                    device=market.device,
+                    tensor=tensor,
+                    stages=stages,
+                    pool=market.pool,
+                    pool_devices=holders * devices,
+                )
+                for count in range(1, market.devices_max // (devices * (1 + holders)) + 1):
+                    if replica.own_tokens:
+                        yield count, replica
+
+
+def has_tokens_in_time(replica: Replica, wanted: Objectives, rows: float) -> bool:
+    room = replica.kv_tokens >= math.ceil(rows) * wanted.context
+    return room and replica.token_s(rows, wanted.context) <= wanted.tbt_s
+
+
+def first_in_time(
+    replica: Replica, wanted: Objectives, count: int, *, rows: float = 0.0, iteration_s_max: float = math.inf
+) -> bool:
+    """With the mean wait of an M/D/1 queue before it."""
+    found = replica.prefill(
+        wanted.new,
+        history=wanted.context - wanted.new,
+        iteration_s_max=iteration_s_max,
+        rows=rows / replica.stages,
+        row_context=wanted.context,
+    )
+    used = found.busy_s * wanted.requests_s / count if found else 1.0
+    if found is None or used >= 1:
+        return False
+    return found.seconds + used * found.busy_s / (2 * (1 - used)) <= wanted.ttft_s
+
+
+def cheapest_together(wanted: Objectives) -> float:
+    """Of what computes prompts beside its rows."""
+    return min(
+        count * replica.price
+        for count, replica in bought(SMALL, LLAMA_8B)
+        if has_tokens_in_time(replica, wanted, rows_of(wanted, count))
+        and first_in_time(
+            replica,
+            wanted,
+            count,
+            rows=rows_of(wanted, count),
+            iteration_s_max=wanted.tbt_s * replica.stages / (replica.stages + waits_for(replica, wanted)),
+        )
+    )
+
+
+def rows_of(wanted: Objectives, count: int) -> float:
+    """Of each of so many replicas."""
+    return max(wanted.generating / count, 1.0)
+
+
+def waits_for(replica: Replica, wanted: Objectives) -> int:
+    """Where requests come at random a row waits for the first of several stages, and in the last one behind
+    another iteration: beside so many stages' time."""
+    return 2 if wanted.requests_s and replica.stages > 1 else 0
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        Objectives(context=32_768, new=8192, answer=256, ttft_s=2, tbt_s=0.02, requests_s=0.5),
+        Objectives(context=131_072, new=65_536, answer=256, ttft_s=4, tbt_s=0.02),
+        Objectives(context=700_000, new=2048, answer=256, ttft_s=2, tbt_s=0.06),
+        Objectives(context=65_536, new=65_536, answer=256, ttft_s=2, tbt_s=0.03, requests_s=0.3),
+        Objectives(context=16_384, new=16_384, answer=256, ttft_s=0.8, tbt_s=0.02, requests_s=4.0),
+    ],
+    ids=["short", "long", "memory", "pipeline", "many"],
+)
+def test_no_shape_of_the_market_is_cheaper(wanted: Objectives, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prefill, of decode, and of both on the same devices, by the laws: whether requests at random want
+    more is tried with what is found by them."""
+    monkeypatch.setattr(Planner, "_in_time", lambda _, plan: plan)
+    plans = {plan.colocated: plan for plan in Planner(LLAMA_8B, SMALL).plans(wanted)}
+    prefilling = [
+        count * replica.price
+        for count, replica in bought(SMALL, LLAMA_8B)
+        if replica.kv_tokens >= wanted.context and first_in_time(replica, wanted, count)
+    ]
+    decoding = [
+        count * replica.price
+        for count, replica in bought(SMALL, LLAMA_8B)
+        if has_tokens_in_time(replica, wanted, rows_of(wanted, count))
+    ]
+    assert plans[False].prefilling.price == min(prefilling)
+    assert plans[False].decoding.price == min(decoding)
+    assert plans[True].price == cheapest_together(wanted)
+
+
+def test_with_more_replicas_than_rows_need_chunks_beside_them_are_larger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only so is the first token in time."""
+    monkeypatch.setattr(Planner, "_in_time", lambda _, plan: plan)
+    wanted = Objectives(context=54_649, new=54_649, answer=1024, ttft_s=22.1, tbt_s=0.0108, requests_s=1.256)
+    (plan,) = Planner(LLAMA_8B, SMALL).plans(wanted)
+    assert plan.colocated
+    assert plan.price == cheapest_together(wanted)
+    fewer = rows_of(wanted, plan.decoding.count - 1)
+    assert has_tokens_in_time(plan.decoding.replica, wanted, fewer)
 
 
 def test_more_requests_want_more_devices() -> None:
