@@ -12,6 +12,7 @@ import pytest
 
 from kvcommons.config import DataPlane
 from kvcommons.engine.iteration_costs import IterationCosts, IterationWork
+from kvcommons.engine.token_rows import TokenRows
 from kvcommons.errors import CapacityExhausted, InvalidInput, Loading, Unavailable
 from kvcommons.pb import common_pb2, ledger_pb2
 from kvcommons.rpc.directory import Directory
@@ -20,6 +21,7 @@ from services.decode.config import DecodeConfig
 from services.decode.stage import stage_share
 from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, prefill_idle, settings, slow
 from tests.contract.engine_turns import Turn, assert_exact, prompt, turn, whole_beside_a_kill
+from tests.contract.filled_pipeline import FilledPipeline
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_truncation import Session, stays_in_use
 from tests.contract.truncation_reference import TruncatedReference
@@ -62,6 +64,30 @@ async def test_several_sequences_generate_the_reference(engines: Stack, stages: 
     made = await asyncio.gather(*(one.run() for one in turns))
     for one, (tokens, expected) in zip(made, known, strict=True):
         assert_exact(engines.reference, one, tokens, expected)
+    await engines.idle("decode")
+    await prefill_idle(prefill)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+async def test_each_stage_has_a_batch_at_the_same_time(
+    engines: Stack, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many sequences as there are stages: while one's token is in the last stage those of all others are
+    in the stages before."""
+    count = 8 * stages
+    await engines.lenders()
+    prefill, decode = await engines.prefill(), await engines.staged_decode(stages)
+    known = [engines.reference.prompt(length, 20) for length in (75, 33, 16)[:stages]]
+    line = FilledPipeline(monkeypatch, stages, count)
+    turns = [turn(prefill, decode, engines.model, tokens, 20) for tokens, _ in known]
+    await asyncio.gather(*(one.run() for one in turns))
+    assert [one.tokens for one in turns] == [expected for _, expected in known]
+    batches = [group.batch for one in line.begun for group in one.groups if isinstance(group, TokenRows)]
+    keys = [one.key for batch in batches[:count] for one in batch.sequences]
+    assert len(keys) == count, "each batch has one of them"
+    for first in range(count - stages + 1):
+        assert len(set(keys[first : first + stages])) == stages
+    assert line.ended >= count
     await engines.idle("decode")
     await prefill_idle(prefill)
 

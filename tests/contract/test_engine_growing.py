@@ -72,6 +72,39 @@ async def test_holders_join_while_the_prompt_is_computed(
     await prefill_idle(prefill)
 
 
+@pytest.mark.usefixtures("unhurried")
+@pytest.mark.parametrize("memory", [SMALL, {}], ids=["spread", "whole"])
+async def test_holders_with_weights_generate_meanwhile(engines: Stack, memory: dict[str, Any]) -> None:
+    """Two decode instances, each of which holds a part of what the other one answers: the second one goes on
+    with an answer of its own while the prompt of the first is computed over what it holds, and answered."""
+    await engines.lenders()
+    prefill = await engines.prefill(engine=memory)
+    decodes = [await engines.decode(name, **GROW) for name in ("d1", "d2")]
+    await engines.lending("d1", "d2")
+    tokens, expected = engines.reference.prompt(PROMPT, 10)
+    others, following = engines.reference.prompt(100, 60)
+    one = turn(prefill, decodes[0], engines.model, tokens, 10)
+    other = turn(prefill, decodes[1], engines.model, others, 60)
+    running = asyncio.create_task(other.run())
+    await eventually(lambda: len(other.tokens) > 1, "it generates")
+    assert await lent_blocks(engines, "d1") >= 7 - SHARE, "what of it lies beyond its share"
+    assert not await lent_blocks(engines, "d2")
+    asked = asyncio.create_task(one.run())
+    await until_lent(engines, 1, "d2")
+    before = len(other.tokens)
+    await eventually(lambda: len(one.tokens) > 1, "the first one is answered")
+    assert await lent_blocks(engines, "d2") >= BLOCKS - SHARE
+    assert (await asked).tokens == expected
+    assert before < len(other.tokens) < 60, "it generated all the while"
+    assert (await running).tokens == following
+    await engines.idle("d1", "d2")
+    await prefill_idle(prefill)
+
+
+async def lent_blocks(engines: Stack, name: str) -> int:
+    return (await engines.inspect(name)).lent_blocks
+
+
 async def test_history_is_fetched_to_the_first_holders_and_others_join(engines: Stack) -> None:
     await engines.lenders(10, 10, 10)
     store, prefill = await engines.kvstore(), await engines.prefill(engine=SMALL)

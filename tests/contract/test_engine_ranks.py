@@ -9,6 +9,8 @@ import signal
 import pytest
 
 from kvcommons.errors import InvalidInput, Loading, Unavailable
+from kvcommons.model.spec import ModelSpec, model_info
+from kvcommons.rblock.layout import Layout
 from kvcommons.stages.settings import StageSettings
 from services.prefill.config import PrefillConfig
 from services.prefill.stage import stage_share
@@ -77,6 +79,41 @@ async def test_ranks_hand_over_their_heads_and_load_them_from_the_store(
         assert (second.first.cached_tokens, second.first.device_tokens) == (full * BLOCK, 0)
         await engines.idle("d2")
         await prefill_idle(prefill)
+
+
+@pytest.mark.parametrize(
+    ("engines", "stages", "tensor"),
+    [("qwen3", 2, 1), ("mistral-sliding", 2, 2), slow("qwen2", 1, 4)],
+    indirect=["engines"],
+)
+async def test_kv_goes_to_decode_and_to_the_store_once(engines: Stack, stages: int, tensor: int) -> None:
+    """Whoever it is from: all stages and ranks together send what the sequence's blocks take, and no byte
+    more. A KV head that several of decode's ranks have goes to each of them."""
+    await engines.lenders()
+    store = await engines.kvstore()
+    prefill = await engines.staged(stages, tensor=tensor)
+    decode = await engines.staged_decode(stages, tensor=tensor)
+    tokens, expected = engines.reference.prompt(300, 32)
+    one = turn(prefill, decode, engines.model, tokens, 32, history=engines.history(0))
+    assert (await one.run()).tokens == expected
+    full, known = (300 + 32 - 1) // BLOCK, tokens + expected
+    assert await stored(engines, store, known[: full * BLOCK]) == full
+    layout = Layout.of(model_info("m", ModelSpec.read(engines.folder), engines.model, "float32", BLOCK))
+    members = [name for name in engines.processes if name not in ("ledger", "kvstore")]
+    decodes = [name for name in members if name.startswith("decode")]
+    assert len(decodes) == stages * tensor
+    pushed = sum(received(engines, name, "write_blocks") for name in decodes)
+    assert pushed == layout.blocks_of(300) * layout.block_bytes * max(tensor // layout.kv_heads, 1)
+    for name in members:
+        await engines.stop(name)  # which waits for what is being saved
+    assert received(engines, "kvstore", "put_layer") == full * layout.block_bytes
+
+
+def received(engines: Stack, name: str, op: str) -> float:
+    """Bytes of payload that this instance was sent."""
+    registry = engines.processes[name].telemetry.registry
+    labels = {"op": op, "direction": "received"}
+    return registry.get_sample_value("kvcommons_data_server_bytes_total", labels) or 0.0
 
 
 @pytest.mark.usefixtures("unhurried")

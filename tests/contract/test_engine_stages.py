@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvcommons.engine.prompts import PromptSpan
 from kvcommons.errors import CapacityExhausted, InvalidInput, KVCommonsError, Loading, Unavailable
 from kvcommons.model.synthetic import random_config, write_random_folder
 from kvcommons.pb import common_pb2
@@ -21,8 +22,9 @@ from kvcommons.stages.group import StagedHandOver, StageGroup
 from kvcommons.stages.settings import StageSettings
 from services.prefill.config import PrefillConfig
 from services.prefill.stage import stage_share
-from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, ready, scale_calls, settings
+from tests.contract.engine_stack import BLOCK, CHUNK, Stack, prefill_idle, ready, scale_calls, settings
 from tests.contract.engine_turns import compute, prefill_request, prompt, turn
+from tests.contract.filled_pipeline import FilledPipeline
 from tests.contract.test_engine_reuse import stored
 from tests.exactness import evident
 from tests.machine import scaled
@@ -54,6 +56,23 @@ async def test_prompts_side_by_side_take_turns(engines: Stack) -> None:
         *(compute(stub, prefill_request(engines.model, tokens)) for tokens, _ in known)
     )
     assert [first.token.token for first in made] == [expected for _, (expected,) in known]
+    await prefill_idle(stub)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+async def test_a_chunk_enters_the_first_stage_while_those_before_it_are_in_the_others(
+    engines: Stack, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one prompt: in each stage another of its chunks, but for the first and the last ones."""
+    await engines.lenders()
+    stub = await engines.staged(stages)
+    tokens, (expected,) = engines.reference.prompt(300)
+    chunks = [range(first, min(first + CHUNK, 300)) for first in range(0, 300, CHUNK)]
+    line = FilledPipeline(monkeypatch, stages, len(chunks))
+    assert (await compute(stub, prefill_request(engines.model, tokens))).token.token == expected
+    begun = [group.chunk for one in line.begun for group in one.groups if isinstance(group, PromptSpan)]
+    assert begun == chunks
+    assert line.ended == len(chunks)
     await prefill_idle(stub)
 
 

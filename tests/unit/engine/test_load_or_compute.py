@@ -1,10 +1,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.load_or_compute import AlwaysLoad, Duration, LoadOrCompute
+from kvcommons.engine.predictor import Predictor
+from kvcommons.engine.prompts import Prompts
+from kvcommons.engine.read_buffer import ReadBuffer
+from kvcommons.engine.scheduler import Scheduler
+from kvcommons.telemetry.trace import Tracer
+from tests.unit.engine.test_prompt import make
+from tests.unit.engine.tiny import tiny_core
 
 
 def each(token_s: float) -> Callable[[range], float]:
@@ -159,3 +169,55 @@ def test_what_always_loads_waits_for_it() -> None:
     made.loaded(1000, 100.0)
     assert to_load(made, 50) == 50
     assert patience(made, waited_s=1e4, pace_s=1e3) > 0
+
+
+CHUNK, STORED = 48, 60  # tokens, and blocks of 16
+
+
+def chunks_take(predictor: Predictor, seconds: float) -> None:
+    for _ in range(50):
+        predictor.learn(IterationWork.of_chunk(range(CHUNK)), seconds)
+
+
+def loading(predictor: Predictor, *, chunk_tokens: int = CHUNK, stages: int = 1) -> Callable[[], int]:
+    """How many blocks the prompts of an engine with this predictor load, of those that are stored. To load
+    one takes 10 ms."""
+    core, nobody = tiny_core(layers=2), cast(Any, "never called here")
+    prompts = Prompts(
+        core, Scheduler(), chunk_tokens=chunk_tokens, keeper=nobody, histories=nobody,
+        read_buffer=ReadBuffer(layers=2, bytes_max=0), predictor=predictor, stages=stages,
+        tracer=Tracer.off(),
+    )  # fmt: skip
+    for _ in range(2):
+        loaded = make(STORED * 16, matched=10)
+        loaded.reuse(loaded=10)
+        loaded.load = cast(Any, SimpleNamespace(bytes=10 * core.block_bytes, seconds=0.1))
+        prompts.preloading.ended(loaded)
+
+    def decide() -> int:
+        prompt = make(STORED * 16 + 1, matched=STORED)
+        prompts.preloading.decide(prompt)
+        return prompt.loaded_blocks
+
+    return decide
+
+
+def test_prompts_are_loaded_or_computed_by_what_their_engine_has_learnt() -> None:
+    """Of one predictor: whatever it learns, the next prompt goes by."""
+    predictor = Predictor()
+    decide = loading(predictor)
+    assert decide() == STORED, "it knows no chunk yet"
+    chunks_take(predictor, 1.0)
+    assert decide() == STORED
+    chunks_take(predictor, 0.001)
+    assert decide() <= 3
+
+
+def test_what_is_loaded_depends_on_chunks_and_stages() -> None:
+    """Chunks of three blocks that take as long as three blocks' load: half of them each. Several stages
+    compute faster, and smaller chunks more slowly."""
+    predictor = Predictor()
+    chunks_take(predictor, 0.03)
+    assert loading(predictor)() == pytest.approx(STORED / 2, abs=3)
+    assert loading(predictor, stages=4)() < STORED / 3
+    assert loading(predictor, chunk_tokens=CHUNK // 2)() > 0.6 * STORED
