@@ -5,6 +5,7 @@ as none of the small random models of the other tests has."""
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -107,6 +108,7 @@ async def engines(
     stack = Stack(socket_folder, fetched_smollm2(), reference)
     yield stack
     await stack.close()
+    gc.collect()  # instances that a process outlives have their weights until then: up to 5 GB a path
 
 
 def asked(

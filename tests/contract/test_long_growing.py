@@ -93,7 +93,7 @@ async def test_in_chunks_that_keep_others_objective(
         stages, tensor=tensor, engine={"capacity_tokens": 2 * CAPACITY}, max_local_prefill_tokens=CAPACITY,
         chunk_tokens=4096, tbt_objective_s=0.1,
     )  # fmt: skip
-    beside = turn(None, decode, stack.model, long.tokens[:64], 4000)
+    beside = turn(None, decode, stack.model, long.tokens[-64:], 4000)
     beside.call_s = 300.0
     talking = asyncio.create_task(beside.run())
     await eventually(lambda: bool(beside.tokens))
