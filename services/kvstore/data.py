@@ -5,7 +5,7 @@ Payloads go from the socket into DRAM slots and from DRAM slots to the socket; n
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import closing
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
@@ -14,7 +14,7 @@ from kvcommons.rblock.heads import HeadPart
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.server import Exchange
 from services.kvstore.blocks import BlockStore
-from services.kvstore.incoming import LayerPut
+from services.kvstore.incoming import LayerPut, check_run
 from services.kvstore.run import Run
 from services.kvstore.tier import BlockShape
 
@@ -137,11 +137,12 @@ class DataHandler:
             self._store.sent(sum(len(part) for part in objects))
 
 
-def _check_ids(model: bytes, block_ids: object) -> None:
-    ids = list(block_ids)  # type: ignore[call-overload]
+def _check_ids(model: bytes, block_ids: Iterable[bytes]) -> None:
+    ids = list(block_ids)
     if not model or len(model) > ID_BYTES:
         raise InvalidInput(f"a model fingerprint has 1 to {ID_BYTES} bytes", param="model")
     if not ids or len(ids) > BLOCKS_MAX:
         raise InvalidInput(f"a request names 1 to {BLOCKS_MAX} blocks", param="block_ids")
     if any(len(block_id) != ID_BYTES for block_id in ids):
         raise InvalidInput(f"a block identity has {ID_BYTES} bytes", param="block_ids")
+    check_run(ids)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.hints import ROUTERS_MAX, TTL_S_MAX
+from services.kvstore.incoming import check_run
 
 
 class Hinted(NamedTuple):
@@ -34,7 +35,8 @@ class HintedJobs:
         self._routers: dict[str, _Router] = {}
 
     def complete(self, request: pb.HintRequest, now_s: float) -> tuple[list[Hinted], list[int]]:
-        """The uses of a hint with their blocks, and the jobs whose blocks are not known."""
+        """The uses of a hint with their blocks, and the jobs whose blocks are not known. Raises InvalidInput
+        for a run that names a block twice."""
         self._routers = {name: one for name, one in self._routers.items() if one.until_s > now_s}
         named: tuple[bytes, Sequence[bytes]]
         known = self._routers[request.router].jobs if request.router in self._routers else {}
@@ -43,6 +45,7 @@ class HintedJobs:
         for use in request.uses:
             if use.block_ids or not use.job:
                 named = use.model, list(use.block_ids)
+                check_run(named[1])
             elif use.job in known:
                 named = known[use.job]
             else:

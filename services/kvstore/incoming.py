@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from services.kvstore.blocks import BlockStore
 
 
+def check_run(block_ids: Sequence[bytes]) -> None:
+    """Raises InvalidInput where a block comes twice: each identity is of all tokens up to its block's end, so
+    in no sequence does one come again."""
+    if len(set(block_ids)) < len(block_ids):
+        raise InvalidInput("a run names each block once: one comes again in this one", param="block_ids")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPut:
     """Consecutive layers of a run of consecutive blocks of one sequence, or some heads of them.

@@ -13,6 +13,7 @@ from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import kvstore_pb2_grpc as rpc
 from services.kvstore.blocks import BlockStore
 from services.kvstore.hinted import HintedJobs
+from services.kvstore.incoming import check_run
 from services.kvstore.metrics import SessionMetrics
 from services.kvstore.records.interface import Records
 from services.kvstore.session import LIST_MAX, Cut, TurnBegin, TurnCommit, TurnRenewal, check_incarnation
@@ -63,7 +64,9 @@ class BlocksServicer(rpc.BlocksServicer):
         self._hinted = HintedJobs()
 
     async def Match(self, request: pb.MatchRequest, context: Any) -> pb.MatchReply:
-        in_dram = self._store.match(request.model, list(request.block_ids), peek=request.peek)
+        run = list(request.block_ids)
+        check_run(run)
+        in_dram = self._store.match(request.model, run, peek=request.peek)
         return pb.MatchReply(tiers=[pb.TIER_DRAM if dram else pb.TIER_DISK for dram in in_dram])
 
     async def Hint(self, request: pb.HintRequest, context: Any) -> pb.HintReply:

@@ -328,6 +328,7 @@ def test_a_put_that_makes_no_sense_is_refused(store: KvstoreProcess) -> None:
         ({"count": 3}, "whole objects"),
         ({"model": b""}, "fingerprint"),
         ({"block_ids": [b"short"]}, "identity"),
+        ({"block_ids": IDS[:1] * 2, "checksums": [1, 1]}, "names each block once"),
         ({"checksums": []}, "checksums"),
         ({"writer": ""}, "writer"),
     ]
@@ -339,6 +340,21 @@ def test_a_put_that_makes_no_sense_is_refused(store: KvstoreProcess) -> None:
     with pytest.raises(InvalidInput, match="whole objects"):
         store.client.call(data.DataRequest(put_layer=odd), [bytes(5000)], deadline=Deadline.after(scaled(20)))
     assert store.put_layer(IDS, 0) == []
+
+
+def test_a_run_that_names_a_block_twice_is_refused(store: KvstoreProcess) -> None:
+    """In the end a policy learned from blocks that it did not know."""
+    assert store.put_layer(IDS, 0) == []
+    run = [*IDS, IDS[0]]
+    hint = pb.HintRequest(router="r", ttl_ms=1000, uses=[pb.ExpectedUse(model=MODEL, block_ids=run)])
+    get = data.DataRequest(get_layers=data.GetLayers(model=MODEL, layers=3, block_ids=run))
+    for refused in (
+        lambda: tiers(store, run),
+        lambda: store.blocks.Hint(hint, timeout=scaled(20)),
+        lambda: store.client.call(get, deadline=Deadline.after(scaled(20))),
+    ):
+        with pytest.raises(InvalidInput, match="names each block once"):
+            refused()
 
 
 def test_what_is_for_holders_is_refused(store: KvstoreProcess) -> None:

@@ -48,10 +48,10 @@ async def divisions(stack: Stack, service: str) -> list[tuple[int, ...]]:
         await directory.stop()
 
 
-def divides_anew(stack: Stack, service: str, before: tuple[int, ...]) -> bool:
-    """All of its stages, and the first one has one layer."""
+def has_one_layer(stack: Stack, service: str, stage: int) -> bool:
+    """As all stages of the instance say."""
     found = asyncio.run(divisions(stack, service))
-    return len(found) == 1 and found[0] != before and found[0][0] == 1
+    return len(found) == 1 and found[0][stage] == 1
 
 
 @pytest.mark.timeout(400)
@@ -65,11 +65,13 @@ def test_stages_load_what_the_first_one_says_after_a_restart(staged: Stack, serv
     kept = staged.data / "predictors" / f"{service}.json.layers"
     learnt = json.loads(kept.read_bytes())
     times = learnt["learnt"]["layers"]
-    learnt["learnt"]["layers"] = [sum(times), *times[1:]]  # the first stage has that one alone
+    long = 0 if before[0] > 1 else -1  # on a busy machine the first layer may have taken long, as measured
+    assert before[long] > 1
+    times[long] = sum(times)  # a stage has that one alone
     others = {name: staged.pid(name) for name in (f"{service}-stage-{n}" for n in range(1, STAGES[service]))}
     kept.write_text(json.dumps(learnt))
     os.kill(staged.pid(service), signal.SIGKILL)
-    staged.until(lambda: divides_anew(staged, service, before), 60.0, "the layers are divided as before")
+    staged.until(lambda: has_one_layer(staged, service, long), 60.0, "the layers are divided as before")
     until_whole(staged, WHOLE)
     assert all(staged.pid(name) != pid for name, pid in others.items()), "each loads its layers anew"
     after = staged.client.say(WORDS, "after", max_tokens=30, temperature=0.0, reuse=False)
