@@ -68,8 +68,8 @@ class Scheduler:
         self._prompts: dict[int, _Prompt] = {}  # in the order in which they came
         self._oldest: int | None = None  # of the prompts that could be computed
         self._others_may = 0  # so many tokens of others before the oldest one goes on
-        self._others_first = False  # in the last iteration
-        self._progressed = True  # in it
+        self._chosen: list[int] = []  # for the last iteration
+        self._unable: set[int] = set()  # those that could not use their turn since any prompt got further
         self._passed_over = 0  # iterations of others while background prompts could have been computed
 
     @property
@@ -128,7 +128,8 @@ class Scheduler:
         if not prompt.background:
             computed = max(prompt.tokens_left - tokens_left, 0)
             self._others_may += computed if key == self._oldest else -computed
-            self._progressed = True
+            self._chosen = []
+            self._unable.clear()
         prompt.tokens_left = tokens_left
 
     def expired(self, now_s: float) -> list[int]:
@@ -146,6 +147,12 @@ class Scheduler:
         computing = self._in(SequenceState.COMPUTING)
         # Of those that have nothing left the end is awaited.
         able, background = self._split([key for key in computing if self._tokens_left(key) and ready(key)])
+        # Whoever had no room is passed over: those have it who wait for their turn.
+        self._unable.update(self._chosen)
+        self._unable.intersection_update(able)
+        if len(self._unable) == len(able):
+            self._unable.clear()
+        able = [key for key in able if key not in self._unable]
         if tokens < 1 or not (able or background):
             return []
         self._passed_over += bool(background)
@@ -154,8 +161,6 @@ class Scheduler:
             return self._shares(background, tokens)
         self._oldest, others = able[0], sorted(able[1:], key=self._tokens_left)
         self._others_may = min(self._others_may, tokens)
-        if not self._progressed:  # whoever came first could not use it
-            self._others_may = -tokens if self._others_first else tokens
         first: list[int] = []
         credit = tokens + self._others_may  # by which they may be ahead of it
         short = list(filter(is_short, self._done_with(others, tokens)))
@@ -168,9 +173,9 @@ class Scheduler:
             first = short or others
         else:
             first = self._done_with(short, credit) or self._done_with(others, credit)
-        self._others_first, self._progressed = bool(first) and self._oldest not in first, False
         shares = self._shares(first or [self._oldest, *others], tokens)
-        if self._others_first:  # an iteration of few tokens takes its time, too
+        self._chosen = [key for key, _ in shares]
+        if first and self._oldest not in first:  # an iteration of few tokens takes its time, too
             self._others_may -= max(tokens // _LEAST_SHARE - sum(share for _, share in shares), 0)
         return shares
 

@@ -128,10 +128,28 @@ def test_a_prompt_whose_last_chunk_is_under_way_has_no_turn() -> None:
 
 
 def test_short_prompts_share_an_iteration() -> None:
-    made = make(100, 9 * CHUNK, 60)
-    assert made.spans(lambda _: True, CHUNK) == [(0, 100), (2, 60)], "they would wait for rows of 1"
-    assert made.spans(lambda _: True, 80) == [(2, 60)]
-    assert made.spans(lambda _: True, 0) == []
+    left = 100, 9 * CHUNK, 60
+    assert make(*left).spans(lambda _: True, CHUNK) == [(0, 100), (2, 60)], "they would wait for rows of 1"
+    assert make(*left).spans(lambda _: True, 80) == [(2, 60)]
+    assert make(*left).spans(lambda _: True, 0) == []
+
+
+@pytest.mark.parametrize("left", [(32, 300, 72, 33), (320, 300, 72, 80), (320, 64, 20, 33)])
+@pytest.mark.parametrize("able", range(4))
+def test_whoever_has_no_room_is_passed_over(left: tuple[int, ...], able: int) -> None:
+    """Three of four prompts have none for their next chunk, until the fourth gives its own back: however
+    little each of them has left, that one gets its turn, and then the oldest, which may have room now."""
+    made, tokens = make(*left), 32
+
+    def turn_of(key: int) -> int:
+        for _ in left:
+            chosen = dict(made.spans(lambda _: True, tokens))
+            if key in chosen:
+                return chosen[key]
+        raise AssertionError(f"{key} gets no turn")
+
+    made.progress(able, tokens_left=left[able] - turn_of(able))
+    assert able == 0 or turn_of(0)
 
 
 def test_deadlines_hold_for_waiting_and_running_jobs() -> None:
