@@ -66,7 +66,8 @@ test: $(STAMP) ## the default tests; ARGS=tests/unit/rblock for some of them
 test-slow: WORKERS = 2
 test-slow: $(STAMP) ## those that take longer, clients of other people, and the page in a Chromium
 	@$(INSTALL) -c constraints.txt -e ".[browser,cuda]"
-	$(ONE_THREAD) $(BIN)/python -m pytest -m "slow and not compose" -n $(WORKERS) --dist loadfile -rs $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "slow and not compose" -n $(WORKERS) --dist loadfile -rs \
+	  --max-worker-restart 0 $(ARGS)
 
 # Thousands of seeded crash schedules; SEED=n replays one, SCHEDULES=n says how many, KIND=commons which.
 simulate: $(STAMP) ## seeded schedules with faults; SEED=n, SCHEDULES=n, KIND=commons

@@ -23,6 +23,8 @@ from tests.machine import scaled
 
 SALT = bytes(range(32))
 CALL_S = scaled(30.0)
+START_S = scaled(20.0)  # that decode waits for a prompt
+END_S = 0.75 * START_S  # to find out that a process is gone
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
@@ -224,7 +226,7 @@ def turn(prefill: Any, decode: Any, model: bytes, tokens: Sequence[int], new: in
         "prompt_tokens": len(tokens), "max_position": len(tokens) + new,
         "sampling": common_pb2.Sampling(temperature=0.0, top_p=1.0),
     }  # fmt: skip
-    start_wait_ms = changes.pop("start_wait_ms", scaled(20_000))
+    start_wait_ms = changes.pop("start_wait_ms", int(START_S * 1000))
     job = common_pb2.Job(**(known | changes))
     return Turn(prefill, decode, decode_pb2.GenerateRequest(job=job, start_wait_ms=start_wait_ms))
 
@@ -240,14 +242,22 @@ async def started_in_order(turns: Sequence[Turn]) -> list[asyncio.Task[Turn]]:
 
 
 async def whole_beside_a_kill(
-    turns: Sequence[Turn], expected: Sequence[Sequence[int]], child: subprocess.Popen[bytes], after_s: float
+    turns: Sequence[Turn],
+    expected: Sequence[Sequence[int]],
+    child: subprocess.Popen[bytes],
+    draw: random.Random,
+    calm_s: float,
 ) -> int:
-    """How many of them have all of their tokens, where this process is killed so long after they began. Each
-    other one has the leading ones, up to a clear error."""
+    """How many of them have all of their tokens, where this process is killed at some moment: of the time
+    that they took undisturbed, or when all have ended. Each other one has the leading ones, up to a clear
+    error, and none waits for its deadline."""
     running = [asyncio.create_task(one.run()) for one in turns]
-    await asyncio.sleep(after_s)
+    moment = 1.2 * draw.random()
+    await asyncio.wait(running, timeout=moment * calm_s if moment < 1 else CALL_S)
     child.kill()
     child.wait()
+    _, hanging = await asyncio.wait(running, timeout=END_S)
+    assert not hanging, f"{len(hanging)} wait for what does not come"
     results = await asyncio.gather(*running, return_exceptions=True)
     whole = 0
     for one, result, tokens in zip(turns, results, expected, strict=True):

@@ -366,10 +366,9 @@ async def test_kills_under_load(engines: Stack, shape: tuple[int, int], placed: 
     exact = refused = 0
     for _ in range(30):
         made = turns()
-        after_s = draw.random() * 1.2 * calm_s  # some come to their end before
         victim = draw.choice([*pools, *members])
         child = pools[victim] if isinstance(victim, str) else members[victim]
-        whole = await whole_beside_a_kill(made, [expected for _, expected in known], child, after_s)
+        whole = await whole_beside_a_kill(made, [expected for _, expected in known], child, draw, calm_s)
         exact, refused = exact + whole, refused + len(made) - whole
         await engines.idle("decode", *(name for name in pools if name != victim))
         await prefill_idle(prefill)

@@ -318,10 +318,9 @@ async def test_kills_under_load(engines: Stack, stages: int, tensor: int) -> Non
     exact = refused = 0
     for _ in range(30):
         turns = [alone(decode, engines, tokens, 60) for tokens, _ in known]
-        after_s = draw.random() * 1.2 * calm_s  # some come to their end before
         number = draw.randrange(1, members)
         expected = [expected for _, expected in known]
-        whole = await whole_beside_a_kill(turns, expected, children[number], after_s)
+        whole = await whole_beside_a_kill(turns, expected, children[number], draw, calm_s)
         exact, refused = exact + whole, refused + len(turns) - whole
         await engines.idle("decode")
         stage, rank = divmod(number, tensor)
