@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -28,6 +29,14 @@ JOIN_S = 10.0  # for all ranks of a stage to meet
 SUM_S = 5.0  # of one sum, the wait for the slowest rank included
 
 
+class _Came(NamedTuple):
+    """A lower rank's connection; `number` grows with each that is welcomed."""
+
+    epoch: int
+    number: int
+    connection: Connection
+
+
 class RankGroup:
     """Sums belong to one thread at a time; it is joined and left by any."""
 
@@ -37,7 +46,8 @@ class RankGroup:
         self._device = device
         self._dialer = dialer
         self._changed = threading.Condition()
-        self._came: dict[int, tuple[int, Connection]] = {}  # by rank, with its epoch: not joined yet
+        self._welcomed = 0  # connections of lower ranks
+        self._came: dict[int, _Came] = {}  # by rank: not joined yet
         self._epoch = self._left = 0  # the newest that was joined, and that was left
         self._calling: list[Connection] = []  # of a rank that joins
         self._entered = 0  # by the process that begins iterations
@@ -54,8 +64,10 @@ class RankGroup:
         with self._changed:
             if join.epoch <= max(self._epoch, self._left):
                 raise StaleEpoch("the ranks were put together anew")
+            self._welcomed += 1
+            number = self._welcomed
         exchange.reply(pb.DataReply(done=pb.Done()))
-        exchange.take = lambda connection: self._keep(join, connection)
+        exchange.take = lambda connection: self._keep(join.rank, _Came(join.epoch, number, connection))
 
     def join(self, epoch: int, above: Sequence[str]) -> None:
         """Blocks until all ranks of the stage are there. `above`: data addresses of those that this one
@@ -85,9 +97,9 @@ class RankGroup:
             sums = self._sums if self._epoch == epoch else None
             if sums is not None:
                 self._sums = None
-            over = [number for number, (theirs, _) in self._came.items() if theirs <= epoch]
+            over = [number for number, came in self._came.items() if came.epoch <= epoch]
             for number in over:
-                self._came.pop(number)[1].close()
+                self._came.pop(number).connection.close()
         if sums is not None:
             sums.close()
 
@@ -135,26 +147,28 @@ class RankGroup:
                 if not self._changed.wait_for(partial(self._here, number, epoch), deadline.left()):
                     raise DeadlineExceeded(f"rank {number} did not come")
                 self._check(epoch)
-                connections[number] = self._came.pop(number)[1]
+                connections[number] = self._came.pop(number).connection
             self._check(epoch)
             self._epoch, self._sums = epoch, RankSums(self.rank.number, connections)
 
     def _here(self, number: int, epoch: int) -> bool:
         """Or it is not waited for any more."""
         came = self._came.get(number)
-        return epoch <= self._left or (came is not None and came[0] == epoch)
+        return epoch <= self._left or (came is not None and came.epoch == epoch)
 
     def _check(self, epoch: int) -> None:
         if epoch <= self._left:
             raise StaleEpoch("the epoch has ended")
 
-    def _keep(self, join: pb.JoinRanks, connection: Connection) -> None:
+    def _keep(self, rank: int, came: _Came) -> None:
+        """Unless the epoch was left meanwhile, or the rank's next connection was kept before this one: each
+        is on a thread of its own."""
         with self._changed:
-            if join.epoch <= self._left:  # meanwhile
-                connection.close()
+            other = self._came.get(rank)
+            if came.epoch <= self._left or (other is not None and other.number > came.number):
+                came.connection.close()
                 return
-            before = self._came.pop(join.rank, None)
-            if before is not None:
-                before[1].close()
-            self._came[join.rank] = (join.epoch, connection)
+            if other is not None:
+                other.connection.close()
+            self._came[rank] = came
             self._changed.notify_all()

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -245,6 +247,26 @@ def test_who_calls_late_or_has_no_business_is_told(made: Ranks) -> None:
         connection.close()
     made.leave(7)
     made.leave(5)
+
+
+@pytest.mark.parametrize("epochs", [(7, 7), (7, 8)])
+def test_of_two_calls_the_later_one_counts_in_whatever_order_they_are_kept(epochs: tuple[int, int]) -> None:
+    """Each is kept on a thread of its own, once it was answered."""
+    group = RankGroup(TensorRank(number=1, ranks=2), choose("cpu").device)
+    closed: list[str] = []
+    first, second = (exchange_of() for _ in epochs)
+    for epoch, exchange in zip(epochs, (first, second), strict=True):
+        group.welcome(pb.JoinRanks(epoch=epoch, rank=0), exchange)
+    second.take(SimpleNamespace(close=lambda: closed.append("second")))
+    first.take(SimpleNamespace(close=lambda: closed.append("first")))
+    assert closed == ["first"]
+    group.leave(epochs[1])
+    assert closed == ["first", "second"]
+
+
+def exchange_of() -> Any:
+    """Of a call whose answer nobody reads."""
+    return SimpleNamespace(reply=lambda message: None)
 
 
 def caught(call: Callable[[], object], failures: list[KVCommonsError]) -> None:
