@@ -257,8 +257,7 @@ class StageSchedule:
         if not self.group.takes_more():
             return
         chosen = [self.prompts[key] for key in able if self.draw.random() < 0.7]
-        if chosen and chosen[0].spread:
-            self.compute_window(chosen[0])
+        if chosen and chosen[0].spread and self.compute_window(chosen[0]):
             return
         spans = self.chunks([prompt for prompt in chosen if not prompt.spread])
         if spans:
@@ -310,20 +309,21 @@ class StageSchedule:
                 token = following(prompt.prompt) if isinstance(prompt, SimulatedLocal) else 1
                 self.sampled(prompt.key, common_pb2.SampledToken(token=token, position=prompt.computed))
 
-    def compute_window(self, prompt: SimulatedPrompt) -> None:
-        """The next block of a spread prompt, once the one before is where it is attended over."""
+    def compute_window(self, prompt: SimulatedPrompt) -> bool:
+        """The next block of a spread prompt, once the one before is where it is attended over. False where
+        there is no room, which others have that are to go on."""
         at = prompt.computed
         if prompt.leaving is not None:
-            return
+            return False
         try:
             (block,) = self.allocator.allocate(1)
         except CapacityExhausted:
-            return
+            return False
         if self.loses():
             self.allocator.release([block])
             self.finish(prompt)
             prompt.sink.failed(LOST)
-            return
+            return True
         prompt.blocks = [NOT_HERE] * at + [block]
         prompt.delivery.begin()
         prompt.leaving, self.content[block] = block, prompt.labels[at]
@@ -334,6 +334,7 @@ class StageSchedule:
         prompt.computed += 1
         if self.stages == 1 and prompt.computed == len(prompt.labels):
             self.sampled(prompt.key, common_pb2.SampledToken(token=1, position=prompt.computed))
+        return True
 
     def push(self) -> None:
         """A block of a spread prompt arrives from the first stage."""
