@@ -279,6 +279,8 @@ class Planner:
                 if prefilling := _prefilling_of(replica, objectives, count, prefill):
                     best = self._plan(objectives, prefilling, decoding, colocated=True)
                     price_max = best.price
+                elif decoding.rows == 1.0 and (prefill is None or prefill.seconds > objectives.ttft_s):
+                    break  # fewer there are not
         return best
 
     def _computing(self, replica: Replica, objectives: Objectives) -> Prefilling | None:
