@@ -16,10 +16,11 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,7 +33,7 @@ from benchmarks.prompts import PromptWriter
 from benchmarks.random_model import chosen_model
 from benchmarks.report import Report, Row, geometric, p50, p99
 from benchmarks.session_stack import template_tokens
-from devstack.rest import RestClient, Turn
+from devstack.rest import Piece, RestClient, Turn
 from devstack.running import RunningStack
 from kvcommons.errors import InvalidInput, KVCommonsError
 from kvcommons.model.spec import ModelSpec
@@ -63,22 +64,35 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimedTurn:
+    """`gaps_s`: between what came of its answer, a token's text as a rule; several that a server sends at
+    once are waited for once."""
+
+    turn: Turn
+    gaps_s: Sequence[float]
+
+    def kept(self, ttft_s: float, tbt_s: float) -> bool:
+        """Whether its first token and 99% of its gaps were within their objectives."""
+        return self.turn.ttft_s <= ttft_s and p99(self.gaps_s or [0.0]) <= tbt_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """The turns of all conversations at one server that were answered, how many failed, and how long all
     took."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[TimedTurn]
     failed: int
     seconds: float
 
     def kept(self, ttft_s: float, tbt_s: float) -> int:
-        """Turns whose first token and whose time between tokens kept their objectives."""
-        return sum(turn.ttft_s <= ttft_s and _between_s(turn) <= tbt_s for turn in self.turns)
+        """Turns that kept their objectives."""
+        return sum(timed.kept(ttft_s, tbt_s) for timed in self.turns)
 
     @property
     def tokens(self) -> int:
         """Of all answers."""
-        return sum(turn.completion_tokens for turn in self.turns)
+        return sum(timed.turn.completion_tokens for timed in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,19 +279,19 @@ def converse(server: Server, arrivals: Sequence[Conversation], write: PromptWrit
     """`serial` keeps what is said apart from what any other call says."""
     began_s, failed = time.monotonic(), 0
     lock = threading.Lock()
-    answered: list[Turn] = []
+    answered: list[TimedTurn] = []
 
     def one(number: int, conversation: Conversation) -> None:
         nonlocal failed
         time.sleep(max(0.0, began_s + conversation.arrives_s - time.monotonic()))
-        for turn in _turns(
+        for timed in _turns(
             server, conversation, write, f"serve-{serial}-{number}", 1000 * number + 10**6 * serial
         ):
             with lock:
-                if turn is None:
+                if timed is None:
                     failed += 1
                 else:
-                    answered.append(turn)
+                    answered.append(timed)
 
     with ThreadPoolExecutor(len(arrivals)) as pool:
         for done in [pool.submit(one, number, some) for number, some in enumerate(arrivals)]:
@@ -287,7 +301,7 @@ def converse(server: Server, arrivals: Sequence[Conversation], write: PromptWrit
 
 def _turns(
     server: Server, conversation: Conversation, write: PromptWriter, session: str, serial: int
-) -> Iterator[Turn | None]:
+) -> Iterator[TimedTurn | None]:
     """One after the other; None for one that failed, which ends its conversation."""
     said: list[dict[str, str]] = []
     for number, step in enumerate(conversation.steps):
@@ -301,20 +315,26 @@ def _turns(
             "temperature": 0.0,
             "messages": [message] if server.sessions else said,
         }
-        turn: Turn | None
+        timed: TimedTurn | None
         try:
-            turn = server.client.say("", session if server.sessions else None, **parameters)
+            timed = timed_turn(server.client.chat("", session if server.sessions else None, **parameters))
         except KVCommonsError:
-            turn = None
-        if turn is None or not turn.completion_tokens:  # some servers answer nothing, and no error
+            timed = None
+        if timed is None or not timed.turn.completion_tokens:  # some servers answer nothing, and no error
             yield None
             return
-        said.append({"role": "assistant", "content": turn.text})
-        yield turn
+        said.append({"role": "assistant", "content": timed.turn.text})
+        yield timed
 
 
-def _between_s(turn: Turn) -> float:
-    return (turn.total_s - turn.ttft_s) / max(turn.completion_tokens - 1, 1)
+def timed_turn(streamed: Iterable[Piece | Turn]) -> TimedTurn:
+    """Waited for. Raises what the server says."""
+    came_s: list[float] = []
+    for part in streamed:
+        if isinstance(part, Turn):
+            return TimedTurn(turn=part, gaps_s=[later - before for before, later in pairwise(came_s)])
+        came_s.append(part.after_s)
+    raise AssertionError("a chat ends with its Turn")
 
 
 def _summarise(
@@ -330,10 +350,10 @@ def _summarise(
 
     rows: list[Row] = []
     for (rate, server), some in runs.items():
-        turns, seconds = [turn for run in some for turn in run.turns], sum(run.seconds for run in some)
+        turns, seconds = [timed.turn for run in some for timed in run.turns], sum(run.seconds for run in some)
         failed, kept = sum(run.failed for run in some), sum(run.kept(ttft_s, tbt_s) for run in some)
         firsts = [turn.ttft_s for turn in turns] or [0.0]
-        between = [_between_s(turn) * 1e3 for turn in turns] or [0.0]
+        gaps = [gap * 1e3 for run in some for timed in run.turns for gap in timed.gaps_s] or [0.0]
         prompts = sum(turn.prompt_tokens for turn in turns)
         rows.append(
             {
@@ -345,8 +365,8 @@ def _summarise(
                 "kept": kept / max(len(turns) + failed, 1),
                 "TTFT p50 s": p50(firsts),
                 "TTFT p99 s": p99(firsts),
-                "TBT p50 ms": p50(between),
-                "TBT p99 ms": p99(between),
+                "TBT p50 ms": p50(gaps),
+                "TBT p99 ms": p99(gaps),
                 "output tokens/s": sum(run.tokens for run in some) / seconds,
                 "prompt from cache": sum(turn.cached_tokens for turn in turns) / max(prompts, 1),
             }

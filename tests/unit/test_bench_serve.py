@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serve import Run, _over_the_better, alike, arriving, of_trace
+from benchmarks.serve import Run, _over_the_better, _summarise, alike, arriving, of_trace, timed_turn
+from devstack.rest import Piece, Turn
 from kvcommons.errors import InvalidInput
 
 
@@ -66,3 +67,35 @@ def test_a_rate_is_compared_round_by_round_with_the_better_peer() -> None:
     assert _over_the_better("speed", speed, {"kvcommons": [run(4)]}) == {"speed": 0.25}
     none = {"kvcommons": [run(4)], "stuck": [run(float("inf"))]}
     assert _over_the_better("speed", speed, none) == {"speed": 0.25}, "who kept nothing is no measure"
+
+
+def turn(*came_s: float) -> list[Piece | Turn]:
+    """As a client hears it: a token at each of these times."""
+    ended = Turn(
+        text="a" * len(came_s),
+        session_id="",
+        model="m",
+        finish_reason="length",
+        prompt_tokens=10,
+        cached_tokens=0,
+        completion_tokens=len(came_s),
+        ttft_s=came_s[0],
+        total_s=came_s[-1],
+        timings={},
+    )
+    return [*(Piece(text="a", after_s=at_s) for at_s in came_s), ended]
+
+
+def test_one_stall_is_seen_however_many_tokens_came_at_once_after_it() -> None:
+    even = timed_turn(turn(*(0.1 * number for number in range(1, 11))))
+    stalled = timed_turn(turn(0.1, *(0.91 + 0.01 * number for number in range(9))))  # the same mean
+    assert even.kept(0.2, 0.15)
+    assert not stalled.kept(0.2, 0.15)
+    assert not even.kept(0.05, 0.15)
+    found = Run(turns=[even, stalled], failed=0, seconds=2.0)
+    (row,) = _summarise("", {(1.0, "kvcommons"): [found]}, ttft_s=0.2, tbt_s=0.15).rows
+    assert row["goodput turns/s"] == 0.5
+    assert row["TBT p99 ms"] == pytest.approx(810)
+    assert row["TBT p50 ms"] == pytest.approx(100)
+    single = timed_turn(turn(0.1))
+    assert single.kept(0.2, 0.0), "one token is waited for by nobody else"
