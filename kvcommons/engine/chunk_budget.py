@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import Protocol
 
 from kvcommons.engine.iteration_costs import IterationWork
@@ -14,6 +15,10 @@ LEAST_TOKENS = 32
 # chunks are held up as well, and take longer in all.
 _ERRORS = 3
 _ERROR_MAX = 0.1
+
+
+WorkOf = Callable[[range], IterationWork]
+"""Of a chunk of these positions."""
 
 
 class IterationTimes(Protocol):
@@ -45,19 +50,19 @@ class ChunkBudget:
         self._tokens_left = chunk_tokens
         self._least = LEAST_TOKENS
 
-    def fit(self, first: int, tokens: int) -> int:
+    def fit(self, first: int, tokens: int, work_of: WorkOf = IterationWork.of_chunk) -> int:
         """How many of so many tokens of a prompt that is computed up to its position `first` are in it."""
         most = min(tokens, self._tokens_left)
         if not self._bounded:
             return most
         fitting = bisect_left(
-            range(1, most + 1), True, key=lambda count: self._too_much(range(first, first + count))
+            range(1, most + 1), True, key=lambda count: self._too_much(work_of(range(first, first + count)))
         )
         return max(fitting, min(self._least, most))
 
-    def is_short(self, first: int, tokens: int) -> bool:
+    def is_short(self, first: int, tokens: int, work_of: WorkOf = IterationWork.of_chunk) -> bool:
         """Whether so many take half of an iteration at most."""
-        return self.fit(first, 2 * tokens) == 2 * tokens
+        return self.fit(first, 2 * tokens, work_of) == 2 * tokens
 
     def add(self, chunk: IterationWork) -> None:
         """It is in the iteration."""
@@ -65,7 +70,7 @@ class ChunkBudget:
         self._tokens_left -= int(chunk.rows)
         self._least = 0
 
-    def _too_much(self, positions: range) -> bool:
+    def _too_much(self, chunk: IterationWork) -> bool:
         """Or beyond what is known: then chunks grow as the predictor learns."""
-        work = self._work.beside(IterationWork.of_chunk(positions))
+        work = self._work.beside(chunk)
         return not self._times.knows(work) or self._times.seconds(work) > self._limit_s

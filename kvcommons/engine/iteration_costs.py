@@ -19,6 +19,7 @@ UNITS = {
     "read_bytes": float(1 << 24),
     "exchanges": 1.0,
     "away_bytes": float(1 << 24),
+    "away_pairs": float(1 << 18),
 }
 _PLACES = {name: place for place, name in enumerate(UNITS)}
 
@@ -31,13 +32,20 @@ class IterationWork:
     pairs: float = 0  # of chunks: a token, and one that it attends to
     read_bytes: int = 0  # KV of sequences that generate, here
     exchanges: int = 0  # 1: other holders are asked in each layer
-    away_bytes: int = 0  # KV that the slowest of them reads
+    away_bytes: int = 0  # KV that the slowest of them reads, of sequences that generate
+    away_pairs: float = 0  # of chunks, that the slowest of them attends over
 
     @classmethod
-    def of_chunk(cls, positions: range, *, exchanges: int = 0) -> IterationWork:
-        """Each row attends to all before it, and to itself."""
+    def of_chunk(cls, positions: range, *, elsewhere: int = 0, most: int = 0) -> IterationWork:
+        """Each row attends to all before it, and to itself. So many of the tokens before them lie
+        `elsewhere`, of which one holder has the `most`."""
         pairs = len(positions) * (positions.start + positions.stop + 1) // 2
-        return cls(rows=len(positions), pairs=pairs, exchanges=exchanges)
+        return cls(
+            rows=len(positions),
+            pairs=pairs - len(positions) * elsewhere,
+            exchanges=int(elsewhere > 0),
+            away_pairs=len(positions) * most,
+        )
 
     def beside(self, other: IterationWork) -> IterationWork:
         """Both in one iteration."""
@@ -47,6 +55,7 @@ class IterationWork:
             read_bytes=self.read_bytes + other.read_bytes,
             exchanges=max(self.exchanges, other.exchanges),
             away_bytes=max(self.away_bytes, other.away_bytes),
+            away_pairs=max(self.away_pairs, other.away_pairs),
         )
 
     def at_least(self, other: IterationWork) -> IterationWork:
@@ -109,5 +118,6 @@ class IterationCosts:
 def amounts(work: IterationWork) -> tuple[float, ...]:
     """In their units."""
     few = min(work.rows, _FEW_ROWS)
-    amounts = (1, few, work.rows - few, work.pairs, work.read_bytes, work.exchanges, work.away_bytes)
-    return tuple(map(truediv, amounts, UNITS.values()))
+    more = work.rows - few
+    here = (1, few, more, work.pairs, work.read_bytes)
+    return tuple(map(truediv, (*here, work.exchanges, work.away_bytes, work.away_pairs), UNITS.values()))

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_VERSION = 1  # of the file
+VERSION = 2  # of the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class Kept:
         """Of whatever facts. Raises OSError; ValueError, KeyError or TypeError for no such file, or one of
         another version."""
         kept = json.loads(path.read_bytes())
-        if kept["version"] != _VERSION:
-            raise ValueError(f"it has version {kept['version']}, and {_VERSION} is read")
+        if kept["version"] != VERSION:
+            raise ValueError(f"it has version {kept['version']}, and {VERSION} is read")
         return kept["learnt"]
 
     def read(self, parse: Callable[[Any], T]) -> T | None:
@@ -46,7 +46,7 @@ class Kept:
             return None
         try:
             kept = json.loads(self.path.read_bytes())
-            if kept["version"] != _VERSION or kept["fingerprint"] != self.fingerprint:
+            if kept["version"] != VERSION or kept["fingerprint"] != self.fingerprint:
                 return None
             return parse(kept["learnt"])
         except FileNotFoundError:
@@ -59,7 +59,7 @@ class Kept:
         """A disk that refuses costs a measurement at the next start, nothing else."""
         if self.path == Path():
             return
-        kept = {"version": _VERSION, "fingerprint": self.fingerprint, "learnt": learnt}
+        kept = {"version": VERSION, "fingerprint": self.fingerprint, "learnt": learnt}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps(kept).encode())

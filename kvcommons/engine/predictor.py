@@ -16,8 +16,10 @@ Vector = NDArray[np.float64]
 _KEPT = 0.98  # of an observation's weight, by the next one
 _RECALLED = 0.01  # of an observation's weight: that costs are what they are. At first they are nothing
 # A measurement counts as at most so many times what was expected of an iteration like those before, and as at
-# least such a part of it: one pause is no trend, and a trend is followed within a few.
+# least such a part of it, as long as the mean error says that what is expected can be believed: one pause is
+# no trend, and a trend is followed.
 _SURPRISE = 4.0
+_BELIEVED = 0.25
 _NOTHING = 1e-9  # of a moment: rounding
 _KNOWN = 2  # times what was measured: so far what was learnt is believed
 _FIT_EVERY = 8  # observations like those before: a fit costs more than all else of one
@@ -86,11 +88,11 @@ class Predictor:
             return
         expected_s = self.seconds(work)
         if expected_s:
-            error = min(abs(expected_s / seconds - 1), 1.0)
-            self.error = _KEPT * self.error + (1 - _KEPT) * error
-        if expected_s and self.knows(work):
+            kept = min(_KEPT, 1 - 1 / self._observed)  # the mean one at first
+            self.error = kept * self.error + (1 - kept) * min(abs(expected_s / seconds - 1), 1.0)
+        if expected_s and self.knows(work) and self.error <= _BELIEVED:
             seconds = min(max(seconds, expected_s / _SURPRISE), _SURPRISE * expected_s)
-        weight = 1 / min(seconds, expected_s or seconds)
+        weight = 1 / min(seconds, max(expected_s or seconds, seconds / _SURPRISE))
         self._add(weight * np.array(amounts(work)), weight * seconds, weight)
         self._observed += 1
         news = not work.within(self.most, _LIKE)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.history import Load
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import Sequence
 from kvcommons.errors import DataLoss, KVCommonsError
@@ -129,6 +130,9 @@ class PromptMemory(Protocol):
 
     def chunk(self, prompt: Prompt, tokens: int) -> range:
         """Positions of its next chunk, of so many tokens at most."""
+
+    def work(self, chunk: range) -> IterationWork:
+        """Of a chunk of these positions, by where what is before it lies."""
 
     def open(self, prompt: Prompt, chunk: range) -> bool:
         """Whether the chunk can be computed now. Raises what ends the prompt."""

@@ -6,6 +6,7 @@ import torch
 
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.sequence import LocalRun
@@ -47,6 +48,9 @@ class WholePrompt:
 
     def chunk(self, prompt: Prompt, tokens: int) -> range:
         return prompt.chunk(tokens)
+
+    def work(self, chunk: range) -> IterationWork:
+        return IterationWork.of_chunk(chunk)
 
     def open(self, prompt: Prompt, chunk: range) -> bool:
         return True

@@ -157,14 +157,14 @@ class Prompts:
 
         def is_short(key: int) -> bool:
             prompt = self._prompts[key]
-            return budget.is_short(prompt.sequence.computed, prompt.tokens_left)
+            return budget.is_short(prompt.sequence.computed, prompt.tokens_left, prompt.memory.work)
 
         wanted = self._scheduler.spans(ready, self._chunk_tokens, is_short)
         spans: list[PromptSpan] = []
         for key, tokens in wanted:
             prompt = self._prompts[key]
             exclusive = self.exclusive(prompt)
-            fitting = budget.fit(prompt.sequence.computed, tokens)
+            fitting = budget.fit(prompt.sequence.computed, tokens, prompt.memory.work)
             if not fitting or (spans and exclusive):
                 continue
             try:
@@ -351,7 +351,7 @@ class PromptSpan:
 
     @property
     def work(self) -> IterationWork:
-        return IterationWork.of_chunk(self.chunk, exchanges=int(not self.prompt.memory.keeps))
+        return self.prompt.memory.work(self.chunk)
 
     @property
     def exclusive(self) -> bool:

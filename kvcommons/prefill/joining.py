@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from kvcommons.engine.chunk_rows import ChunkRows
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.prompt import Prompt, PromptMemory
 from kvcommons.errors import DataLoss, Internal, KVCommonsError
 from kvcommons.pb import common_pb2, data_pb2
@@ -119,6 +120,9 @@ class GrowingPlaces:
 
     def chunk(self, prompt: Prompt, tokens: int) -> range:
         return self._memory.chunk(prompt, tokens)
+
+    def work(self, chunk: range) -> IterationWork:
+        return self._memory.work(chunk)
 
     def open(self, prompt: Prompt, chunk: range) -> bool:
         self._joining.want(-(-(chunk.stop + self._ahead_tokens) // prompt.block_tokens))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from kvcommons.backend.interface import Backend, Partial
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.prompt import NOT_HERE, Prompt
 from kvcommons.engine.request import Request
@@ -73,8 +74,7 @@ class Holders:
         asked: list[PendingPartial] = []
         try:
             for target in targets:
-                length = min((target.first_block + target.blocks) * block_tokens, before)
-                length -= target.first_block * block_tokens
+                length = _tokens_of(target, block_tokens, before)
                 if length > 0:
                     asked.append(self._ask(target, layer, before, length, q, deadline))
         except BaseException:
@@ -82,6 +82,16 @@ class Holders:
                 call.cancel()
             raise
         return asked
+
+    def most_tokens(self, targets: tuple[Target, ...], block_tokens: int, before: int) -> int:
+        """Of the tokens before a position those that one of them attends over; a part of a head group has
+        its share of the heads, and so takes as long as for fewer tokens."""
+        shares: Counter[str] = Counter()
+        for target in targets:
+            places = self._places(target)
+            for place in places:
+                shares[place.data_address] += _tokens_of(target, block_tokens, before) // len(places)
+        return max(shares.values(), default=0)
 
     def _ask(
         self, target: Target, layer: int, before: int, length: int, q: Tensor, deadline: Deadline
@@ -110,6 +120,12 @@ class Holders:
         if address not in self._plans:
             self._plans[address] = PlanPool(self.dialer.client(address, "holder"))
         return self._plans[address]
+
+
+def _tokens_of(target: Target, block_tokens: int, before: int) -> int:
+    """Tokens before a position of the sequence that lie there."""
+    first = target.first_block * block_tokens
+    return max(min(first + target.blocks * block_tokens, before) - first, 0)
 
 
 class SpreadRows(ChunkRows):
@@ -204,6 +220,10 @@ class SpreadPrompt:
         """Whole blocks: what is before them lies elsewhere."""
         size = prompt.block_tokens
         return prompt.chunk(max(min(tokens, self._chunk_tokens) // size * size, size))
+
+    def work(self, chunk: range) -> IterationWork:
+        most = self._holders.most_tokens(self._targets.now, self._core.block_tokens, chunk.start)
+        return IterationWork.of_chunk(chunk, elsewhere=chunk.start, most=most)
 
     def open(self, prompt: Prompt, chunk: range) -> bool:
         """Waits until what was computed is where it is attended over, which is no part of an iteration. False

@@ -31,6 +31,7 @@ from benchmarks.rooflines import A100_40G_AS_3090, A100_80G, H100, MODELS, RTX_3
 from demo import MODEL_DIR
 from kvcommons.engine.chunk_budget import LEAST_TOKENS
 from kvcommons.engine.iteration_costs import IterationWork
+from kvcommons.engine.kept import VERSION
 from kvcommons.engine.predictor import Predictor
 from kvcommons.errors import InvalidInput
 from kvcommons.model.spec import ModelSpec
@@ -521,7 +522,7 @@ def learnt() -> dict[str, Any]:
         for _ in range(20):
             predictor.learn(work, seconds)
     of = {"config": spec.config, "layers": spec.layers}
-    return {"version": 1, "fingerprint": "", "learnt": predictor.learnt() | {"of": of}}
+    return {"version": VERSION, "fingerprint": "", "learnt": predictor.learnt() | {"of": of}}
 
 
 def calibrated(folder: Path, learnt: dict[str, Any]) -> str:

@@ -150,6 +150,9 @@ class _Room:
     def chunk(self, prompt: Prompt, tokens: int) -> range:
         return prompt.chunk(tokens)
 
+    def work(self, chunk: range) -> IterationWork:
+        return IterationWork.of_chunk(chunk)
+
     def open(self, prompt: Prompt, chunk: range) -> bool:
         return True
 
@@ -269,8 +272,11 @@ def test_the_strictest_of_the_sequences_beside_decides(machine: Machine) -> None
 def test_those_it_lends_to_have_half_of_the_objective(machine: Machine) -> None:
     """Nobody knows when they ask: half of what the strictest objective allows is left to them, of the
     instance's own one where none of its sequences generates."""
+    machine.submit(10_000)
+    for _ in range(60):  # until it is known what chunks take
+        machine.iterate()
     machine.submit(40_000)
-    for _ in range(20):
+    for _ in range(8):
         machine.iterate()
     promised = machine.next_chunk(OBJECTIVE_S / 2, 0.0)
     half, quarter = machine.next_chunk(OBJECTIVE_S / 2), machine.next_chunk(OBJECTIVE_S / 4)
