@@ -32,6 +32,7 @@ from devstack.running import RunningStack
 if TYPE_CHECKING:
     from kvcommons.engine.core import Core
     from kvcommons.engine.predictor import Predictor
+    from kvcommons.model.layer_ranges import LayerTimes
     from kvcommons.pb import data_pb2
     from kvcommons.transport.server import Exchange
 
@@ -51,7 +52,7 @@ def add(
 ) -> None:
     parser = commands.add_parser("stages", help="a prompt through pipeline stages: measured, and simulated")
     parser.add_argument("--random-model", metavar="SIZE", default="246m", help="random weights")
-    parser.add_argument("--prompt", type=int, default=4096, metavar="N", help="tokens")
+    parser.add_argument("--prompt", type=int, default=8192, metavar="N", help="tokens")
     parser.add_argument("--chunk", type=int, default=256, metavar="N", help="tokens")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--stages", type=int, default=4, metavar="N", help="of the replay")
@@ -239,7 +240,10 @@ def _measured(
         for _ in range(4):
             for chunk, (seconds,) in zip(chunks, alone_s, strict=True):
                 predictor.learn(IterationWork.of_chunk(chunk), seconds)
-        _simulate(options, predictor, spec.layers, send_s, ratios, rows)
+        times = LayerTimes.estimate(
+            spec, rows=options.chunk, sampled=1, context=options.simulated_prompt // 2
+        )
+        _simulate(options, predictor, times, send_s, ratios, rows)
 
 
 def _processor_seconds(
@@ -319,19 +323,23 @@ def send_seconds(folder: Path, rows: int, core: Core) -> float:
 def _simulate(
     options: argparse.Namespace,
     predictor: Predictor,
-    layers: int,
+    times: LayerTimes,
     send_s: float,
     ratios: dict[str, float],
     rows: list[Row],
 ) -> None:
     from kvcommons.engine.iteration_costs import IterationWork
-    from kvcommons.model.layer_ranges import LayerTimes
+
+    layers = len(times.layers)
+    whole = times.of(range(layers))
 
     def pipeline_s(stages: int) -> float:
-        ranges = LayerTimes(layers=(1.0,) * layers).divide(stages)
+        """The first layers take as long as each other, the last one nearly nothing: what of it a chunk's rows
+        do not need is not computed."""
+        shares = [times.of(some) / whole for some in times.divide(stages)]
 
         def seconds(chunk: range, stage: int) -> float:
-            return predictor.seconds(IterationWork.of_chunk(chunk)) * len(ranges[stage]) / layers
+            return predictor.seconds(IterationWork.of_chunk(chunk)) * shares[stage]
 
         return simulated_seconds([options.simulated_prompt], stages, options.chunk, seconds, send_s)
 

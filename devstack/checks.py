@@ -152,6 +152,20 @@ def check_shapes(checked: Mapping[str, Any], settings: UpSettings, folder: Path)
             raise InvalidInput(f"{named}: {error.message}", param=error.param) from error
 
 
+def unused_pools(checked: Mapping[str, Any], settings: UpSettings) -> str:
+    """What a person should know where the attention pools are of no use to decode's ranks; empty where they
+    are, or there are none."""
+    pools, ranks = settings.attention_pool, checked["decode"].shape.tensor
+    if not pools or ranks == 1 or checked["decode"].placement == "local":
+        return ""
+    if settings.heads and pools % ranks == 0:
+        return ""
+    return (
+        f"Attention pools ({pools}) lend nothing to the {ranks} ranks of decode: set heads = true and "
+        f"attention_pool to a multiple of {ranks} in [up], or attention_pool to 0"
+    )
+
+
 def _no_folder(model: str, path: Path) -> str:
     if path.is_file():
         return f"--model {model} is a file: name the folder that it lies in, with its config.json beside it"

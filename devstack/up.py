@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from devstack import etcd, postgres, toml
-from devstack.checks import check_access, check_model, check_services, check_shapes, check_variables
+from devstack.checks import (
+    check_access,
+    check_model,
+    check_services,
+    check_shapes,
+    check_variables,
+    unused_pools,
+)
 from devstack.fetch import MODELS, cached, fetch
 from devstack.launch import end_with
 from devstack.place import Claim
@@ -122,6 +129,8 @@ class _Up:
         plans = self._plans(port, database)
         checked = check_services(plans)
         check_shapes(checked, settings, self._folder)
+        if useless := unused_pools(checked, settings):
+            self._terminal.say(useless)
         router = checked["router"]
         keys = _read_keys(router.api_keys)
         certificate = router.tls_cert or ""

@@ -109,7 +109,7 @@ class Intake:
             submitted_s=time.monotonic(),
         )
         fits = prompt.total_blocks <= core.allocator.total
-        if not fits and can_spread(request, targets, core.heads):
+        if not fits and can_spread(targets, core.heads):
             prompt.memory = SpreadPrompt(
                 core,
                 self._keeper,

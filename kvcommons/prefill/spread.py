@@ -21,7 +21,6 @@ from kvcommons.engine.core import Core
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.prompt import NOT_HERE, Prompt
-from kvcommons.engine.request import Request
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
 from kvcommons.holder.attend_call import PendingPartial, begin_attend
 from kvcommons.holder.exchange import Recipient, by_heads
@@ -67,16 +66,32 @@ class Holders:
             plans.close()
 
     def ask(
-        self, targets: tuple[Target, ...], block_tokens: int, layer: int, before: int, q: Tensor
+        self,
+        targets: tuple[Target, ...],
+        block_tokens: int,
+        layer: int,
+        keys: range,
+        q: Tensor,
+        *,
+        position: int,
     ) -> list[PendingPartial]:
-        """Partials of queries q [T, H, D], at positions from `before` on, over the tokens before that."""
+        """Partials of queries q [T, H, D], at positions from `position` on, over `keys`, which lie before
+        that and begin at a block's border."""
         deadline = Deadline.after(self._attend_deadline_s)
         asked: list[PendingPartial] = []
         try:
             for target in targets:
-                length = _tokens_of(target, block_tokens, before)
-                if length > 0:
-                    asked.append(self._ask(target, layer, before, length, q, deadline))
+                there = _keys_at(target, block_tokens, keys)
+                if there:
+                    row = PlanRow.of(
+                        SegmentRef(handle=target.handle, epoch=target.epoch),
+                        queries=len(q), position=position, length=len(there),
+                        first_block=there.start // block_tokens - target.first_block,
+                    )  # fmt: skip
+                    recipients = self._recipients(target, row)
+                    asked.append(
+                        begin_attend(self._layout, self._backend, recipients, layer, q, None, deadline)
+                    )
         except BaseException:
             for call in asked:
                 call.cancel()
@@ -90,26 +105,21 @@ class Holders:
         for target in targets:
             places = self._places(target)
             for place in places:
-                shares[place.data_address] += _tokens_of(target, block_tokens, before) // len(places)
+                shares[place.data_address] += len(_keys_at(target, block_tokens, range(before))) // len(
+                    places
+                )
         return max(shares.values(), default=0)
 
-    def _ask(
-        self, target: Target, layer: int, before: int, length: int, q: Tensor, deadline: Deadline
-    ) -> PendingPartial:
+    def _recipients(self, target: Target, row: PlanRow) -> list[Recipient]:
+        """Of the same row at each of the target's places."""
         recipients = [
             Recipient(
                 plans=self._plans_at(place.data_address),
-                rows=[
-                    PlanRow.of(
-                        SegmentRef(handle=place.handle, epoch=place.epoch),
-                        queries=q.shape[0], position=before, length=length,
-                    )
-                ],
+                rows=[row.at(SegmentRef(handle=place.handle, epoch=place.epoch))],
             )
             for place in self._places(target)
-        ]  # fmt: skip
-        recipients = by_heads(self._layout, recipients)
-        return begin_attend(self._layout, self._backend, recipients, layer, q, None, deadline)
+        ]
+        return by_heads(self._layout, recipients)
 
     def _places(self, target: Target) -> list[Place]:
         """Those that have keys for the queries that are here."""
@@ -122,10 +132,10 @@ class Holders:
         return self._plans[address]
 
 
-def _tokens_of(target: Target, block_tokens: int, before: int) -> int:
-    """Tokens before a position of the sequence that lie there."""
+def _keys_at(target: Target, block_tokens: int, keys: range) -> range:
+    """Those of these tokens of the sequence that lie there."""
     first = target.first_block * block_tokens
-    return max(min(first + target.blocks * block_tokens, before) - first, 0)
+    return range(max(first, keys.start), min(first + target.blocks * block_tokens, keys.stop))
 
 
 class SpreadRows(ChunkRows):
@@ -164,8 +174,10 @@ class SpreadRows(ChunkRows):
         """The holders compute while this instance does."""
         asked = deque[PendingPartial]()
         try:
-            if self._before:
-                asked += self._holders.ask(self._targets, self._block_tokens, layer, self._before, state.q)
+            asked += self._ask(layer, range(self._head, self._before), state.q)
+            if self._head_rotation is not None:
+                query = self._core.model.shifted_query(state, self._head_rotation)
+                asked += self._ask(layer, range(self._head), query)
             partials = [self.partial(layer, range(self._before, self._length), state.q)]
             while asked:
                 partials.append(self._finish(asked.popleft()))
@@ -175,6 +187,9 @@ class SpreadRows(ChunkRows):
         finally:
             for call in asked:  # behind one that failed
                 call.cancel()
+
+    def _ask(self, layer: int, keys: range, query: Tensor) -> list[PendingPartial]:
+        return self._holders.ask(self._targets, self._block_tokens, layer, keys, query, position=self._before)
 
     def _finish(self, call: PendingPartial) -> Partial:
         there, _ = call.finish()
@@ -269,11 +284,11 @@ def await_placed(dialer: Dialer, first: Target, deadline: Deadline, traceparent:
         client.close()
 
 
-def can_spread(request: Request, targets: TargetTable, heads: HeadPart | None = None) -> bool:
-    """Whether the prompt has a place at its targets, or at those that join them, which attend over it:
-    pipeline stages do not, and for a rank, which has these `heads`, only those that have no others."""
+def can_spread(targets: TargetTable, heads: HeadPart | None = None) -> bool:
+    """Whether there is a place at its targets, or at those that join them, which attend over it: pipeline
+    stages do not, and for a rank, which has these `heads`, only those that have no others."""
     used = [target for target in targets.now if target.blocks]
     staged = any(target.stages for target in used)
     ranks = 1 if heads is None else heads.parts
     divided = all(len(target.places) % ranks == 0 for target in used)
-    return bool(used) and not staged and divided and not request.truncated.shifted_head_tokens
+    return bool(used) and not staged and divided

@@ -107,7 +107,7 @@ def test_a_chunk_tells_holders_as_much_however_long_the_context(
                 before = context + (number - 4 + (number >= 4)) * CHUNK
                 for layer in range(LAYERS):
                     q = torch.ones(CHUNK, LAYOUT.query_heads, LAYOUT.head_dim)
-                    for call in holders.ask(tuple(targets), SIZE, layer, before, q):
+                    for call in holders.ask(tuple(targets), SIZE, layer, range(before), q, position=before):
                         partial, _ = call.finish()
                         assert partial.lse.isfinite().all()
                 reported[context].append(sent.taken())

@@ -16,6 +16,7 @@ from kvcommons.engine.token_rows import TokenRows
 from kvcommons.errors import CapacityExhausted, InvalidInput, Loading, Unavailable
 from kvcommons.pb import common_pb2, ledger_pb2
 from kvcommons.rpc.directory import Directory
+from kvcommons.stages.link import StageLink
 from kvcommons.stages.settings import StageSettings
 from services.decode.config import DecodeConfig
 from services.decode.stage import stage_share
@@ -38,6 +39,38 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.2, "seed": 7, "min_p": 0.02, "logit_bias": {17: 4.0, 3: -50.0}},
     {"temperature": 1.0, "seed": 7, "choice": 1, "top_p": 0.9},
 ]
+
+
+async def test_an_iteration_tells_stages_as_much_however_long_the_context(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequence state is theirs, too, and they hear what changes (Mnemosyne, section 5): a position in a row
+    of the plan takes a byte more from 128 tokens on, and its block's number when it gets one."""
+    await engines.lenders()
+    prefill, decode = await engines.prefill(), await engines.staged_decode(2)
+    told: list[tuple[int, int]] = []  # bytes of spans, and of changes
+    send = StageLink.send
+
+    def noted(link: StageLink, changes: Any, spans: Any = (), *hidden: Any, **options: Any) -> None:
+        if spans:
+            told.append((sum(one.ByteSize() for one in spans), sum(one.ByteSize() for one in changes)))
+        send(link, changes, spans, *hidden, **options)
+
+    monkeypatch.setattr(StageLink, "send", noted)
+    most: dict[int, tuple[int, int]] = {}
+    for context in (30, 300):
+        tokens, expected = engines.reference.prompt(context, 2 * BLOCK + 2)
+        one = turn(prefill, decode, engines.model, tokens, len(expected))
+        running = asyncio.create_task(one.run())
+        await eventually(lambda one=one: bool(one.tokens))
+        told.clear()  # it has begun, with all that is to be known of it
+        assert (await running).tokens == expected
+        assert len(told) >= BLOCK
+        most[context] = max(told)[0], max(changes for _, changes in told)
+        await engines.idle("decode")
+    assert most[300][0] <= most[30][0] + 1
+    assert most[300][1] <= most[30][1] + 4
+    assert most[30][1] > 0, "it grew by a block meanwhile"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from kvcommons.pb import common_pb2
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.kvstore_pb2_grpc import BlocksStub
 from services.router.sessions.truncation import Context, Excerpt, Truncation, truncation_for
-from tests.contract.engine_stack import BLOCK, Stack
+from tests.contract.engine_stack import BLOCK, Stack, prefill_idle
 from tests.contract.engine_turns import CALL_S, SALT, Turn, compute, prefill_request, prompt, turn
 from tests.contract.test_engine_reuse import stored_ids
 from tests.contract.truncation_reference import Answer, TruncatedReference
@@ -228,6 +228,35 @@ async def test_the_head_may_lie_elsewhere(
 
     await overflow_twice(session, 2, run)
     await engines.idle("decode", "pool-0")
+
+
+@pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)
+@pytest.mark.parametrize("head_blocks", [1, 2])
+@pytest.mark.parametrize(
+    ("stages", "holders"), [(1, "decode"), (1, "pools"), (1, "joining pools"), (2, "pools")]
+)
+async def test_prefill_may_have_room_for_a_part(
+    engines: Stack, session: Session, head_blocks: int, stages: int, holders: str
+) -> None:
+    """It attends over the rest where that lies, over the head with shifted queries, wherever that ends."""
+    await engines.lenders(20, 20)
+    store = await engines.kvstore()
+    prefill = await engines.staged(stages, engine={"capacity_tokens": 3 * BLOCK})
+    placed: dict[str, dict[str, Any]] = {
+        "decode": {},
+        "pools": {"placement": "offload", "borrow_blocks": 3},
+        "joining pools": {"placement": "grow", "holder_tokens": 3 * BLOCK},
+    }
+    decode = await engines.decode(**placed[holders])
+
+    async def run(number: int, context: Context, expected: Answer) -> None:
+        history = engines.history(context.now.since_block)
+        await session.answer(prefill, decode, context, expected, history=history, request_id=f"r{number}")
+        await session.kept(store, context)
+
+    await overflow_twice(session, head_blocks, run)
+    await engines.idle("decode", "pool-0", "pool-1")
+    await prefill_idle(prefill)
 
 
 async def test_nonsense_is_refused(engines: Stack) -> None:

@@ -207,6 +207,34 @@ async def test_with_history_from_the_store(
     await stack.idle("fresh", *pools)
 
 
+async def test_with_history_where_stages_of_ranks_attend_elsewhere(stack: Stack, long: LongPrompt) -> None:
+    """All three together behind a history: half is fetched to two holders, each a head group of two pools,
+    and each of the four that compute has an eighth of the prompt and attends over the rest there."""
+    heads = [(group, f"{part}/2") for group in "ab" for part in range(2)]
+    pools = [f"pool-{number}" for number in range(4)]
+    await stack.lenders(*[550] * len(pools), heads=heads)
+    store = await stack.kvstore()
+    offload: dict[str, Any] = {
+        "placement": "offload", "borrow_blocks": 16, "engine": {"capacity_tokens": 2048},
+        "attend_deadline_s": 20.0, "fetch_deadline_s": 60.0,
+    }  # fmt: skip
+    known = 8000 // BLOCK
+    prefill = await stack.staged(2, tensor=2, engine={"capacity_tokens": 2048}, chunk_tokens=512)
+    first, fresh = await stack.decode(**offload), await stack.decode("fresh", **offload)
+    half = turn(prefill, first, stack.model, long.tokens[: known * BLOCK], 1, history=stack.history(0))
+    half.call_s = 300.0
+    await half.run()
+    assert await stored(stack, store, long.tokens[: known * BLOCK]) == known
+    await stack.idle("decode", *pools)
+    one = asked(stack, long, prefill, fresh, history=stack.history(known))
+    await one.run()
+    assert_exact(one, long)
+    assert one.first is not None
+    assert one.first.cached_tokens == known * BLOCK
+    await stack.idle("fresh", *pools)
+    await prefill_idle(prefill)
+
+
 async def test_with_a_holder_that_is_killed_in_the_middle(stack: Stack, long: LongPrompt) -> None:
     killed, _ = await stack.lenders(600, 600, process=True)
     prefill = await stack.prefill(engine={"capacity_tokens": 2048}, chunk_tokens=512)

@@ -163,6 +163,21 @@ async def test_ranks_refuse_a_prompt_whose_holders_have_all_heads(engines: Stack
     await prefill_idle(prefill)
 
 
+async def test_a_prompt_whose_decode_has_stages_needs_room_for_all_of_it(engines: Stack) -> None:
+    """They do not attend for prefill: it says what that lacks, and nothing stays held."""
+    await engines.lenders()
+    prefill, decode = await engines.prefill(engine=SMALL), await engines.staged_decode(2, engine=LARGE)
+    lacks = "needs 16 blocks and this prefill instance has 6: raise its capacity_tokens"
+    with pytest.raises(CapacityExhausted, match=lacks):
+        await turn(prefill, decode, engines.model, prompt(PROMPT, 2), 2).run()
+    await engines.idle("decode")
+    await prefill_idle(prefill)
+    tokens, expected = engines.reference.prompt(5 * BLOCK, 4)
+    shorter = turn(prefill, decode, engines.model, tokens, 4)
+    assert (await shorter.run()).tokens == expected
+    await engines.idle("decode")
+
+
 @pytest.mark.parametrize("token", [100, PROMPT - 1], ids=["a chunk in the middle", "the last chunk"])
 @pytest.mark.parametrize(("stages", "tensor"), [(3, 1), (2, 2)], ids=["3 stages", "2 x 2"])
 @pytest.mark.parametrize("member", ["first", "next", "last"])

@@ -1,6 +1,6 @@
-"""kill -9 of a process of decode in stages, in ranks, or both, the first one or one beside it, or of a pool
-where its sequences lie, while they generate: each stream has the very tokens of an undisturbed one, all
-blocks come back, and so does the group."""
+"""kill -9 of a process of decode in stages, in ranks, or both (then of prefill's, too), the first one or one
+beside it, or of a pool where its sequences lie, while they generate: each stream has the very tokens of an
+undisturbed one, all blocks come back, and so does the group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ SHAPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "ranks": ({"decode_tensor": 2}, ("decode-rank-1", "decode")),
     "both": (
         {"stages": 2, "tensor": 2, "decode_stages": 2, "decode_tensor": 2},
-        ("decode-stage-1-rank-1", "decode-stage-1", "decode-rank-1", "decode"),
+        (
+            "decode-stage-1-rank-1",
+            "decode-stage-1",
+            "decode-rank-1",
+            "decode",
+            "prefill",
+            "prefill-stage-1",
+            "prefill-rank-1",
+        ),
     ),
     # Whose sequences lie on pools, or on a head group of them.
     "pools": (

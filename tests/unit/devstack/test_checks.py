@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from devstack import supervisor, toml, up
-from devstack.checks import check_access, check_model, check_services
+from devstack.checks import check_access, check_model, check_services, unused_pools
 from devstack.cli import main
 from devstack.plan import MODEL_SERVICES, Place, ProcessPlan, processes, tables
 from devstack.settings import UpSettings
@@ -127,6 +128,27 @@ def test_more_stages_or_ranks_than_the_model_has_are_named_before_anything_start
 ) -> None:
     assert main(["up", "--data", str(tmp_path / "data"), "--port", "0", *arguments]) == 2
     assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("up", "tensor", "placement", "useless"),
+    [
+        ({}, 1, "overflow", False),
+        ({}, 2, "overflow", True),
+        ({}, 2, "local", False),
+        ({"attention_pool": 0}, 2, "grow", False),
+        ({"attention_pool": 4, "heads": True}, 2, "offload", False),
+        ({"attention_pool": 3, "heads": True}, 2, "offload", True),
+        ({"attention_pool": 4}, 2, "offload", True),
+    ],
+)
+def test_pools_that_lend_nothing_to_ranks_are_said_at_the_start(
+    up: dict[str, Any], tensor: int, placement: str, useless: bool
+) -> None:
+    decode = SimpleNamespace(shape=SimpleNamespace(tensor=tensor), placement=placement)
+    said = unused_pools({"decode": decode}, UpSettings(**up))
+    assert bool(said) == useless
+    assert not useless or "attention_pool to a multiple of 2 in [up]" in said
 
 
 def test_an_error_is_an_object_of_json_where_no_terminal_shows_it(
