@@ -2,8 +2,9 @@
 first token, answers for each further one.
 
 One process with both roles (`kvcommons up --colocated`), so that chunks and tokens share its iterations: with
-chunks that adapt to what was promised between two tokens, and with chunks of fixed lengths. A stack for each
-way, one after the other; each is asked first while it does nothing else.
+chunks that adapt to what was promised between two tokens, with chunks of fixed lengths, and with chunks that
+adapt where the long prompt is a session's document, which gives way to others. A stack for each way, one
+after the other; each is asked first while it does nothing else.
 """
 
 from __future__ import annotations
@@ -13,20 +14,25 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.plot import panels
+from benchmarks.prompts import PromptWriter
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row, p50, p99
 from benchmarks.scraping import metric
 from benchmarks.streams import Stream, ask, prompt
 from devstack.running import RunningStack
+from kvcommons.errors import Internal
+from kvcommons.model.tokenizer import Tokenizer
 
 Progress = Callable[[str], None]
 ADAPTIVE = "adaptive"
+DOCUMENT = "adaptive, of a document"
 NO_OBJECTIVE_S = 1e6  # chunks are as long as they may be, whatever is beside them
 BLOCK_TOKENS = 64
 ALONE = 5  # short requests, one after the other
@@ -38,7 +44,7 @@ FIGURES = ("short p50 ms", "short p99 ms", "token p50 ms", "token p99 ms")
 class _Beside:
     """While a long prompt was computed."""
 
-    long_s: float  # to its first token
+    long_s: float  # to its first token, or a document's end
     shorts: list[Stream]
     answers: list[Stream]
     iterations: float
@@ -65,18 +71,25 @@ def add(
 
 
 def _run(options: argparse.Namespace, progress: Progress) -> Report:
-    ways = {ADAPTIVE: (options.most, options.objective)}
+    adaptive = (options.most, options.objective)
+    ways = {ADAPTIVE: adaptive, DOCUMENT: adaptive}
     ways |= {f"fixed {chunk}": (chunk, NO_OBJECTIVE_S) for chunk in options.fixed}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
         folder = Path(name)
         window = options.tokens + BLOCK_TOKENS
         model = write_random_model(folder, options.random_model, progress, window_tokens=window)
-        for way, (chunk, objective_s) in ways.items():
+        document = PromptWriter(Tokenizer.read(model), BLOCK_TOKENS)(0, options.tokens)
+        for number, (way, (chunk, objective_s)) in enumerate(ways.items()):
             progress(f"a prompt of {options.tokens} tokens, chunks: {way}")
-            with _stack(folder / way.replace(" ", "-"), model, options, chunk, objective_s) as stack:
+            with _stack(folder / f"stack-{number}", model, options, chunk, objective_s) as stack:
                 alone = [ask(stack.client, prompt(seed, options.short), 1) for seed in range(1, ALONE + 1)]
-                rows.append(_row(way, alone, _beside(stack, options)))
+                long = (
+                    partial(_document_s, stack, document)
+                    if way == DOCUMENT
+                    else partial(_first_token_s, stack, prompt(0, options.tokens))
+                )
+                rows.append(_row(way, alone, _beside(stack, options, long)))
     title = (
         f"{options.random_model}: a prompt of {options.tokens} tokens beside {options.answers} answers and "
         f"short prompts of {options.short}, {options.objective * 1e3:.0f} ms promised between tokens"
@@ -99,8 +112,22 @@ def _stack(
     return RunningStack(folder, tables=tables, model=str(model), attention_pool=0, colocated=True)
 
 
-def _beside(stack: RunningStack, options: argparse.Namespace) -> _Beside:
-    """Prompts that share nothing with any other."""
+def _first_token_s(stack: RunningStack, ids: Sequence[int]) -> float:
+    return ask(stack.client, ids, 1).first_s
+
+
+def _document_s(stack: RunningStack, text: str) -> float:
+    """Until it is committed."""
+    began_s, path = time.monotonic(), "/v1/sessions/document/prefill"
+    stack.client.post(path, {"content": text})
+    *_, last = stack.client.events(f"{path}?stream=true")
+    if last["status"] != "completed":
+        raise Internal(f"the document was not computed: {last}")
+    return time.monotonic() - began_s
+
+
+def _beside(stack: RunningStack, options: argparse.Namespace, long: Callable[[], float]) -> _Beside:
+    """`long`: computes the long prompt, and says how long that took. Prompts share nothing with any other."""
     client, over = stack.client, threading.Event()
     seeds = itertools.count(1000)
 
@@ -115,10 +142,10 @@ def _beside(stack: RunningStack, options: argparse.Namespace) -> _Beside:
         answering = [pool.submit(again_and_again, options.answer, 0.0) for _ in range(options.answers)]
         time.sleep(1.0)  # until they generate
         before = _iterations(stack)
-        long = pool.submit(ask, client, prompt(0, options.tokens), 1)
+        computing = pool.submit(long)
         asking = pool.submit(again_and_again, 1, PAUSE_S)
         try:
-            long_s = long.result().first_s
+            long_s = computing.result()
             after = _iterations(stack)
         finally:
             over.set()

@@ -21,6 +21,7 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.rblock.layout import Layout
+from services.decode.arrival.growth import GrowingPrompt
 from tests.simulation.machine import require
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class SimulatedEngine:
         self._instance = instance
         self.running: dict[int, Running] = {}
         self.switching: list[Run] = []  # what is to be switched to
+        self.joining: list[Run] = []  # what sequences are to have
         self.recomputed = 0
         self.waiting = 0  # sequences that found no room since the last heartbeat
         self._commands: deque[Callable[[], None]] = deque()
@@ -113,7 +115,8 @@ class SimulatedEngine:
     def fail(self, key: int, error: KVCommonsError) -> None:
         self._post(lambda: self._fail(key))
 
-    def grown(self, key: int, run: RemoteRun) -> None:
+    def grown(self, key: int, run: Run) -> None:
+        self.joining.append(run)
         self._post(lambda: self._grown(key, run))
 
     # ---- what its sequences do
@@ -158,6 +161,29 @@ class SimulatedEngine:
             return
         await self.prefill(one)
 
+    async def begin_growing(self, key: int, tokens: int) -> None:
+        """Likewise, but only a part of its memory is there at first: the rest joins while chunks are
+        computed, by decode's own class."""
+        growth, dice, needed = self._instance.growth, self._instance.world.dice, LAYOUT.blocks_of(tokens + 1)
+        if growth.any_waits:
+            self.waiting += 1
+            return
+        one = self.sequence(key, tokens)
+        one.busy = True
+        try:
+            await self._place(one, dice.random() < 0.5, dice.randint(1, max(needed // 2, 1)))
+            growth.begin(self._growing(one, needed))
+            await self._compute_growing(one, needed)
+            if not one.ending:
+                one.sequence.start(0)
+        except CapacityExhausted:
+            self.waiting += 1
+            one.ending = True
+        except KVCommonsError:  # it has ended meanwhile
+            one.ending = True
+        growth.end(key)
+        self.reach_border(one)
+
     async def prefill(self, one: Running) -> None:
         """The KV of all of its prompt is written, and its first token follows."""
         if await self._access(one, written=range(one.sequence.blocks), read=0):
@@ -186,6 +212,7 @@ class SimulatedEngine:
     def end(self, one: Running) -> None:
         """It has its answer, or its client goes away: at the iteration's border."""
         one.ending = True
+        self._instance.growth.end(one.key)
         if not one.busy:
             self.reach_border(one)
 
@@ -203,6 +230,35 @@ class SimulatedEngine:
         waiting, one.border = one.border, []
         for command in waiting:
             command()
+
+    def _growing(self, one: Running, needed: int) -> GrowingPrompt:
+        left, pieces = needed - one.sequence.blocks, deque[int]()
+        while left:
+            pieces.append(self._instance.world.dice.randint(1, min(left, 3)))
+            left -= pieces[-1]
+        return GrowingPrompt(
+            key=one.key,
+            name=str(one.key),
+            head_blocks=0,
+            blocks=one.sequence.blocks,
+            needed=needed,
+            pieces=pieces,
+            holders=one.sequence.remote_runs(),
+        )
+
+    async def _compute_growing(self, one: Running, needed: int) -> None:
+        """Chunk by chunk, each once it has a place."""
+        computed, known = 0, one.sequence.blocks
+        while computed < needed and not one.ending:
+            chunk = range(computed, min(computed + self._instance.world.dice.randint(1, 3), needed))
+            places = await self._instance.growth.places(one.key, known_blocks=known, blocks=chunk.stop)
+            known += sum(place.blocks for place in places)
+            require(known >= chunk.stop, "a chunk of a prompt that grows has no place")
+            while one.sequence.blocks < chunk.stop and not one.ending:
+                await asyncio.sleep(0.01)  # until the engine knows of them
+            if not one.ending and not await self._access(one, written=chunk, read=computed):
+                self._lose(one)
+            computed = chunk.stop
 
     async def _place(self, one: Running, away: bool, blocks: int) -> None:
         sequence = one.sequence
@@ -310,10 +366,14 @@ class SimulatedEngine:
             if not one.busy:
                 self.reach_border(one)
 
-    def _grown(self, key: int, run: RemoteRun) -> None:
+    def _grown(self, key: int, run: Run) -> None:
+        self.joining = [other for other in self.joining if other is not run]
         one = self.running.get(key)
         if one is None:
-            self._instance.loans.give_back([run])
+            if isinstance(run, RemoteRun):
+                self._instance.loans.give_back([run])
+            else:
+                self._instance.allocator.release(run.blocks)
             return
         one.growing = False
         one.sequence.append_run(run)

@@ -28,6 +28,8 @@ from kvcommons.placement.auto import Costs
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.rpc.dialer import UNSECURED
 from kvcommons.security.roles import Role
+from services.decode.arrival.growth import Growth
+from services.decode.arrival.growth_queue import GrowthQueue
 from services.decode.borrowing.creditors import Debtor
 from services.decode.borrowing.ledger_client import LedgerClient
 from services.decode.borrowing.loans import Loans
@@ -50,6 +52,7 @@ from tests.simulation.machine import require
 
 LEASE_S = 10.0
 READ_S = 5.0  # blocks of a move
+GROW_S = 6.0  # that a prompt waits for memory in the middle
 
 METRICS = DecodeMetrics(CollectorRegistry())
 
@@ -181,6 +184,15 @@ class Instance(Proc):
             memory=cast(Any, self.memory),
             allocator=self.allocator,
         )
+        self.growth = Growth(
+            core,
+            GrowthQueue(wait_s=GROW_S, draw=world.dice.random),
+            engine=cast(Any, self.engine),
+            holder=self.holder,
+            loans=self.loans,
+            data_address=self.name,
+            sequences=lambda: len(self.engine.running),
+        )
         self.mover = Mover(
             core, cast(Any, self.engine), self.loans, METRICS, Costs(Predictor(), layers=1, block_bytes=1)
         )
@@ -277,13 +289,16 @@ class Instance(Proc):
         """Every block that something here has, once for each."""
         table, found = self.holder, []
         for segment in table.segments:
-            found += segment.held_blocks
+            if segment.owner != self.name:  # of its own ones a sequence has the blocks, too
+                found += segment.held_blocks
         for segment in {one for one in self._accessed.values() if one.released}:
             found += segment.held_blocks
         for pledge in table.pledges._pledges.values():
             found += pledge.blocks
         for one in self.engine.running.values():
             found += one.sequence.local_blocks()
+        for run in self.engine.joining:
+            found += run.blocks if isinstance(run, LocalRun) else []
         return found
 
     def moving(self) -> set[int]:

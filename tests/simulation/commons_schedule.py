@@ -155,8 +155,9 @@ class CommonsSchedule:
             self.world.happen(instance, lambda: self._beat(instance))
         elif draw > 0.89 or not instance.engine.running:
             self.number += 1
-            number, tokens = self.number, dice.randint(1, 9)
-            self.world.start(instance, lambda: instance.engine.begin(number, tokens))
+            grows, number, tokens = dice.random() < 0.3, self.number, dice.randint(1, 9)
+            begin = instance.engine.begin_growing if grows else instance.engine.begin
+            self.world.start(instance, lambda: begin(number, 2 * tokens if grows else tokens))
         else:
             one = dice.choice(list(instance.engine.running.values()))
             if draw < 0.785:

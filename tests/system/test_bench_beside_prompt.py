@@ -15,7 +15,8 @@ def test_each_way_of_chunks_has_its_row(tmp_path: Path) -> None:
     picture = tmp_path / "ways.png"
     sizes = ("--tokens", "4096", "--answer", "16", "--fixed", "256")
     report = bench(tmp_path / "ways.json", "beside-prompt", *sizes, "--picture", str(picture))
-    assert [row["chunks"] for row in report["rows"]] == ["adaptive", "fixed 256"]
+    ways = ["adaptive", "adaptive, of a document", "fixed 256"]
+    assert [row["chunks"] for row in report["rows"]] == ways
     assert all(row["short requests"] > 0 and row["iteration ms"] > 0 for row in report["rows"])
     assert report["ratios"]["long prompt adaptive"] == 1
     assert picture.stat().st_size > 10_000
