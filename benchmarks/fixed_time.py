@@ -5,7 +5,8 @@ KV lies here or in a pool process. Layers see a window of few tokens and the mod
 and products take next to nothing, and the same at any context. Blocks, tables, plans and messages are those
 of the whole context: what grows with it is work that an iteration has for itself.
 
-KV of the context is not computed: an iteration finds it where it would lie. Contexts take turns.
+KV of the context is not computed: an iteration finds it where it would lie. Contexts take turns. What each
+further sequence costs is seen of batches, with KV here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -59,6 +61,7 @@ Progress = Callable[[str], None]
 LAYERS, WINDOW = 2, 64
 BLOCK_TOKENS = 64  # as many has a chunk
 _UNCOUNTED = 8  # iterations at the beginning
+BATCH_CONTEXT = 512
 
 
 class Kind(Enum):
@@ -73,6 +76,7 @@ class Kind(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     contexts: tuple[int, ...]
+    sequences: tuple[int, ...]  # of batches
     tokens: int
     chunks: int
     rounds: int
@@ -80,8 +84,9 @@ class Setting:
     @property
     def capacity_tokens(self) -> int:
         """Of the engine, and of the pool."""
-        more = max(self.tokens, self.chunks * BLOCK_TOKENS)
-        return max(self.contexts) + more + 2 * BLOCK_TOKENS
+        more = max(self.tokens, self.chunks * BLOCK_TOKENS) + 2 * BLOCK_TOKENS
+        batch = max(self.sequences, default=0) * (BATCH_CONTEXT + more)
+        return max(max(self.contexts) + more, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +141,15 @@ class Clocks(Watch):
         )
 
 
-async def measure(folder: Path, setting: Setting, progress: Progress) -> dict[Kind, dict[int, list[Taken]]]:
-    """By the context, of each round."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of each round."""
+
+    kinds: dict[Kind, dict[int, list[Taken]]]  # by the context
+    batches: dict[int, list[Taken]]  # by the number of sequences
+
+
+async def measure(folder: Path, setting: Setting, progress: Progress) -> Measured:
     model = folder / "tiny"
     progress("loading the model")
     core = await asyncio.to_thread(tiny_core, model, setting.capacity_tokens)
@@ -151,7 +163,24 @@ async def measure(folder: Path, setting: Setting, progress: Progress) -> dict[Ki
                 for context in contexts:
                     progress(f"{kind.value}, {context:,} tokens, round {round_ + 1} of {setting.rounds}")
                     by_context[context].append(await _iterations(core, pool, kind, context, setting))
+    return Measured(taken, await asyncio.to_thread(_batches, core, setting, progress))
+
+
+def _batches(core: Core, setting: Setting, progress: Progress) -> dict[int, list[Taken]]:
+    taken = {count: list[Taken]() for count in setting.sequences}
+    for round_ in range(setting.rounds):
+        for count in setting.sequences[:: 1 if round_ % 2 else -1]:
+            progress(f"{count} sequences, round {round_ + 1} of {setting.rounds}")
+            watch, end = Clocks(os.getpid()), BATCH_CONTEXT + setting.tokens
+            runs = [room(core, BATCH_CONTEXT) for _ in range(count)]
+            generate(core, watch, runs, BATCH_CONTEXT, end)
+            core.allocator.forget_cached()
+            taken[count].append(watch.taken())
     return taken
+
+
+def room(core: Core, context: int) -> LocalRun:
+    return LocalRun(first_block=0, blocks=core.allocator.allocate(core.layout.blocks_of(context)))
 
 
 def tiny_core(model: Path, capacity_tokens: int) -> Core:
@@ -178,8 +207,11 @@ async def _iterations(core: Core, pool: HolderProcess, kind: Kind, context: int,
     try:
         away = RemoteRun(first_block=0, count=blocks, holder=holder, ref=ref)
         await asyncio.to_thread(_write_seen, core, away, context)
-        work = compute if chunks else generate
-        await asyncio.to_thread(work, core, watch, kind, away, context, end)
+        if chunks:
+            await asyncio.to_thread(compute, core, watch, kind, away, context, end)
+        else:
+            run = room(core, context) if kind is Kind.TOKEN_HERE else away
+            await asyncio.to_thread(generate, core, watch, [run], context, end)
         return watch.taken()
     finally:
         await holder.release([ref], timeout_s=CALL_S)
@@ -206,20 +238,19 @@ def _keeper(core: Core) -> Iterator[BlockKeeper]:
         saver.close(Deadline.after(0))
 
 
-def generate(core: Core, watch: Watch, kind: Kind, away: RemoteRun, context: int, end: int) -> None:
-    """Tokens of a sequence that has `context` of them, until it has `end`. Here it grows block by block."""
-    run: Run = away
-    if kind is Kind.TOKEN_HERE:
-        run = LocalRun(first_block=0, blocks=core.allocator.allocate(core.layout.blocks_of(context)))
-    around = _Around(watch)
+def generate(core: Core, watch: Watch, runs: Items[Run], context: int, end: int) -> None:
+    """Tokens of sequences that have `context` of them each, in these runs, until they have `end`. Here they
+    grow block by block."""
+    around = _Around(watch, len(runs))
     with _keeper(core) as keeper:
         engine = decode_engine(
-            core, scheduler=Scheduler(max_batch=1), may_borrow=False, attend_deadline_s=CALL_S,
+            core, scheduler=Scheduler(max_batch=len(runs)), may_borrow=False, attend_deadline_s=CALL_S,
             budget=AttentionBudget(1.0), keeper=keeper, callbacks=around, metrics=around, pipelining="off",
         )  # fmt: skip
-        key = engine.new_key()
-        engine.add(decoded(core, key, context, end, [run], no_reuse=False))
-        engine.begin(key, common_pb2.SampledToken(token=1))
+        for run in runs:
+            key = engine.new_key()
+            engine.add(decoded(core, key, context, end, [run], no_reuse=False))
+            engine.begin(key, common_pb2.SampledToken(token=1))
         _run(engine, watch)
 
 
@@ -317,16 +348,18 @@ class _Sink(HandOver):
 
 
 class _Around:
-    """An engine's EngineCallbacks, and its metrics."""
+    """An engine's EngineCallbacks, and its metrics; of sequences that end together."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, sequences: int) -> None:
         self._watch = watch
+        self._sequences = sequences
 
     def deliver(self, steps: list[SequenceUpdate]) -> None:
-        (step,) = steps
-        if step.reason or step.error is not None:
-            self._watch.end(step.error)
-        else:
+        ended = [step for step in steps if step.reason or step.error is not None]
+        self._sequences -= len(ended)
+        if not self._sequences:
+            self._watch.end(ended[0].error)
+        elif not ended:
             self._watch.look()
 
     def borrow(self, sequence: Sequence) -> None:
