@@ -209,7 +209,8 @@ async def test_with_history_from_the_store(
 
 async def test_with_history_where_stages_of_ranks_attend_elsewhere(stack: Stack, long: LongPrompt) -> None:
     """All three together behind a history: half is fetched to two holders, each a head group of two pools,
-    and each of the four that compute has an eighth of the prompt and attends over the rest there."""
+    and each of the four that compute has an eighth of the prompt and attends over the rest there. Pools keep
+    nothing of a sequence that has ended, so the history comes from the store."""
     heads = [(group, f"{part}/2") for group in "ab" for part in range(2)]
     pools = [f"pool-{number}" for number in range(4)]
     await stack.lenders(*[550] * len(pools), heads=heads)
@@ -220,18 +221,18 @@ async def test_with_history_where_stages_of_ranks_attend_elsewhere(stack: Stack,
     }  # fmt: skip
     known = 8000 // BLOCK
     prefill = await stack.staged(2, tensor=2, engine={"capacity_tokens": 2048}, chunk_tokens=512)
-    first, fresh = await stack.decode(**offload), await stack.decode("fresh", **offload)
-    half = turn(prefill, first, stack.model, long.tokens[: known * BLOCK], 1, history=stack.history(0))
+    decode = await stack.decode(**offload)
+    half = turn(prefill, decode, stack.model, long.tokens[: known * BLOCK], 1, history=stack.history(0))
     half.call_s = 300.0
     await half.run()
     assert await stored(stack, store, long.tokens[: known * BLOCK]) == known
     await stack.idle("decode", *pools)
-    one = asked(stack, long, prefill, fresh, history=stack.history(known))
+    one = asked(stack, long, prefill, decode, history=stack.history(known))
     await one.run()
     assert_exact(one, long)
     assert one.first is not None
     assert one.first.cached_tokens == known * BLOCK
-    await stack.idle("fresh", *pools)
+    await stack.idle("decode", *pools)
     await prefill_idle(prefill)
 
 
