@@ -269,9 +269,9 @@ class CommonsSchedule:
         world.advance(2 * WAKING_S)
         for ledger in self.ledgers:
             ledger.planning = False  # what is under way ends
-        for instance in self.instances:
-            world.happen(instance, instance.engine.end_uncertain)
         for _ in range(REST_ROUNDS):
+            for instance in self.instances:  # each time: a growth that was under way may go unheard meanwhile
+                world.happen(instance, instance.engine.end_uncertain)
             self._deliver_all()
             if self._disorder() is None:
                 break
