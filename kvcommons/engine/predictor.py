@@ -88,7 +88,7 @@ class Predictor:
             return
         expected_s = self.seconds(work)
         if expected_s:
-            kept = min(_KEPT, 1 - 1 / self._observed)  # the mean one at first
+            kept = min(_KEPT, 1 - 1 / max(self._observed, 1))  # the mean one at first
             self.error = kept * self.error + (1 - kept) * min(abs(expected_s / seconds - 1), 1.0)
         if expected_s and self.knows(work) and self.error <= _BELIEVED:
             seconds = min(max(seconds, expected_s / _SURPRISE), _SURPRISE * expected_s)
