@@ -172,14 +172,14 @@ def _batches(core: Core, setting: Setting, progress: Progress) -> dict[int, list
         for count in setting.sequences[:: 1 if round_ % 2 else -1]:
             progress(f"{count} sequences, round {round_ + 1} of {setting.rounds}")
             watch, end = Clocks(os.getpid()), BATCH_CONTEXT + setting.tokens
-            runs = [room(core, BATCH_CONTEXT) for _ in range(count)]
-            generate(core, watch, runs, BATCH_CONTEXT, end)
+            runs = [_room(core, BATCH_CONTEXT) for _ in range(count)]
+            _generate(core, watch, runs, BATCH_CONTEXT, end)
             core.allocator.forget_cached()
             taken[count].append(watch.taken())
     return taken
 
 
-def room(core: Core, context: int) -> LocalRun:
+def _room(core: Core, context: int) -> LocalRun:
     return LocalRun(first_block=0, blocks=core.allocator.allocate(core.layout.blocks_of(context)))
 
 
@@ -207,11 +207,7 @@ async def _iterations(core: Core, pool: HolderProcess, kind: Kind, context: int,
     try:
         away = RemoteRun(first_block=0, count=blocks, holder=holder, ref=ref)
         await asyncio.to_thread(_write_seen, core, away, context)
-        if chunks:
-            await asyncio.to_thread(compute, core, watch, kind, away, context, end)
-        else:
-            run = room(core, context) if kind is Kind.TOKEN_HERE else away
-            await asyncio.to_thread(generate, core, watch, [run], context, end)
+        await asyncio.to_thread(iterate, core, watch, kind, away, context, end)
         return watch.taken()
     finally:
         await holder.release([ref], timeout_s=CALL_S)
@@ -238,7 +234,16 @@ def _keeper(core: Core) -> Iterator[BlockKeeper]:
         saver.close(Deadline.after(0))
 
 
-def generate(core: Core, watch: Watch, runs: Items[Run], context: int, end: int) -> None:
+def iterate(core: Core, watch: Watch, kind: Kind, away: RemoteRun, context: int, end: int) -> None:
+    """Of this kind, behind `context` tokens, until there are `end`. `away`: a holder's room for all."""
+    if kind in (Kind.CHUNK_HERE, Kind.CHUNK_AWAY):
+        _compute(core, watch, kind, away, context, end)
+    else:
+        run = _room(core, context) if kind is Kind.TOKEN_HERE else away
+        _generate(core, watch, [run], context, end)
+
+
+def _generate(core: Core, watch: Watch, runs: Items[Run], context: int, end: int) -> None:
     """Tokens of sequences that have `context` of them each, in these runs, until they have `end`. Here they
     grow block by block."""
     around = _Around(watch, len(runs))
@@ -254,7 +259,7 @@ def generate(core: Core, watch: Watch, runs: Items[Run], context: int, end: int)
         _run(engine, watch)
 
 
-def compute(core: Core, watch: Watch, kind: Kind, away: RemoteRun, context: int, end: int) -> None:
+def _compute(core: Core, watch: Watch, kind: Kind, away: RemoteRun, context: int, end: int) -> None:
     """Chunks of a prompt of `end` tokens, from `context` on. They go to the holder, and where the KV before
     them lies there too, the engine has that of a chunk only."""
     delivery = Delivery(Deadline.after(CALL_S), "")

@@ -103,11 +103,9 @@ class Holders:
         its share of the heads, and so takes as long as for fewer tokens."""
         shares: Counter[str] = Counter()
         for target in targets:
-            places = self._places(target)
+            places, there = self._places(target), _keys_at(target, block_tokens, range(before))
             for place in places:
-                shares[place.data_address] += len(_keys_at(target, block_tokens, range(before))) // len(
-                    places
-                )
+                shares[place.data_address] += len(there) // len(places)
         return max(shares.values(), default=0)
 
     def _recipients(self, target: Target, row: PlanRow) -> list[Recipient]:

@@ -15,17 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.fixed_time import (
-    BLOCK_TOKENS,
-    LAYERS,
-    WINDOW,
-    Kind,
-    Watch,
-    compute,
-    generate,
-    room,
-    tiny_core,
-)
+from benchmarks.fixed_time import BLOCK_TOKENS, LAYERS, WINDOW, Kind, Watch, iterate, tiny_core
 from kvcommons.backend.memory import BlockMemory
 from kvcommons.engine.core import Core
 from kvcommons.engine.sequence import RemoteRun
@@ -136,11 +126,7 @@ def test_an_iteration_does_as_much_however_long_the_context(
     for context in (SHORT, LONG):
         end = context + (CHUNKS * BLOCK_TOKENS if chunks else TOKENS)
         with counting(monkeypatch) as watch, borrowed(core, socket_folder, end) as away:
-            if chunks:
-                compute(core, watch, kind, away, context, end)
-            else:
-                run = room(core, context) if kind is Kind.TOKEN_HERE else away
-                generate(core, watch, [run], context, end)
+            iterate(core, watch, kind, away, context, end)
         core.allocator.forget_cached()
         works.append(watch.most)
     short, long = works

@@ -15,6 +15,7 @@ from kvcommons.engine.chunk_budget import ChunkBudget
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2
+from kvcommons.pb.kvstore_pb2_grpc import BlocksStub
 from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, ready, scale_calls, settings
 from tests.contract.engine_turns import Turn, turn
 from tests.contract.test_engine_growing import lent, until_lent
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ANSWER = 6
 CAPACITY = 17_000
+HALF = 8000 // BLOCK  # of the prompt's blocks
 # So many stages of so many ranks, and who of them, or of their holders, is killed.
 VICTIMS = [
     (2, 1, "nobody"), (4, 1, "nobody"), (2, 2, "nobody"), (4, 1, "stage"), (2, 2, "stage"), (1, 2, "rank"),
@@ -154,6 +156,24 @@ async def test_over_one_to_four_holders_that_join(stack: Stack, long: LongPrompt
     await prefill_idle(prefill)
 
 
+async def half_stored(stack: Stack, long: LongPrompt, store: BlocksStub, prefill: Any, decode: Any) -> None:
+    """The prompt's first half is computed, and saved."""
+    tokens = long.tokens[: HALF * BLOCK]
+    half = turn(prefill, decode, stack.model, tokens, 1, history=stack.history(0))
+    half.call_s = 300.0
+    await half.run()
+    assert await stored(stack, store, tokens) == HALF
+
+
+async def assert_goes_on(stack: Stack, long: LongPrompt, prefill: Any, decode: Any) -> None:
+    """Behind the half that is stored, of which nothing is computed again."""
+    one = asked(stack, long, prefill, decode, history=stack.history(HALF))
+    await one.run()
+    assert_exact(one, long)
+    assert one.first is not None
+    assert one.first.cached_tokens == HALF * BLOCK
+
+
 @pytest.mark.parametrize(
     ("prefills", "memory", "decodes"),
     [
@@ -182,12 +202,8 @@ async def test_with_history_from_the_store(
         "placement": "grow", "holder_tokens": 4096, "engine": {"capacity_tokens": CAPACITY},
         "attend_deadline_s": 20.0, "fetch_deadline_s": 60.0,
     }  # fmt: skip
-    known = 8000 // BLOCK
     decode = await stack.decode(**grow)
-    half = turn(prefill, decode, stack.model, long.tokens[: known * BLOCK], 1, history=stack.history(0))
-    half.call_s = 300.0
-    await half.run()
-    assert await stored(stack, store, long.tokens[: known * BLOCK]) == known
+    await half_stored(stack, long, store, prefill, decode)
     part: dict[str, Any] = {"engine": {"capacity_tokens": memory}, "chunk_tokens": 512}
     if stages * tensor > 1:
         other = await stack.staged(stages, "other", tensor=tensor, loads="always", **part)
@@ -199,11 +215,7 @@ async def test_with_history_from_the_store(
         fresh = await stack.staged_decode(
             decodes[0], "fresh", tensor=decodes[1], **grow | {"placement": "local"}
         )
-    one = asked(stack, long, other, fresh, history=stack.history(known))
-    await one.run()
-    assert_exact(one, long)
-    assert one.first is not None
-    assert one.first.cached_tokens == known * BLOCK
+    await assert_goes_on(stack, long, other, fresh)
     await stack.idle("fresh", *pools)
 
 
@@ -219,19 +231,11 @@ async def test_with_history_where_stages_of_ranks_attend_elsewhere(stack: Stack,
         "placement": "offload", "borrow_blocks": 16, "engine": {"capacity_tokens": 2048},
         "attend_deadline_s": 20.0, "fetch_deadline_s": 60.0,
     }  # fmt: skip
-    known = 8000 // BLOCK
     prefill = await stack.staged(2, tensor=2, engine={"capacity_tokens": 2048}, chunk_tokens=512)
     decode = await stack.decode(**offload)
-    half = turn(prefill, decode, stack.model, long.tokens[: known * BLOCK], 1, history=stack.history(0))
-    half.call_s = 300.0
-    await half.run()
-    assert await stored(stack, store, long.tokens[: known * BLOCK]) == known
+    await half_stored(stack, long, store, prefill, decode)
     await stack.idle("decode", *pools)
-    one = asked(stack, long, prefill, decode, history=stack.history(known))
-    await one.run()
-    assert_exact(one, long)
-    assert one.first is not None
-    assert one.first.cached_tokens == known * BLOCK
+    await assert_goes_on(stack, long, prefill, decode)
     await stack.idle("decode", *pools)
     await prefill_idle(prefill)
 
