@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.peers import instruction_sets
 from benchmarks.peers.bounds import kv_token_bytes
 from benchmarks.peers.named import add_peer_options, peer_servers
 from benchmarks.peers.servers import Sizes
@@ -197,6 +198,7 @@ def add(
 
 
 def _run(options: argparse.Namespace, progress: Progress) -> Report:
+    instruction_sets.narrow(options.narrow)
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name, ExitStack() as running:
         folder = Path(name)
         model, what = chosen_model(options, folder, progress)
@@ -221,6 +223,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
                     serial = sum(map(len, runs.values()))
                     runs[rate, server.name].append(converse(server, arrivals, write, serial=serial))
     label = options.trace.name if options.trace else f"{len(steps)} conversations"
+    what += instruction_sets.named(options.narrow)
     return _summarise(f"{what}: {label}", runs, ttft_s=options.ttft, tbt_s=options.tbt)
 
 
@@ -264,6 +267,7 @@ def _sizes(steps: Sequence[Sequence[Step]], spec: ModelSpec, options: argparse.N
         threads=os.cpu_count() or 1,
         sequences=len(steps),
         window_tokens=min(spec.context_window, int(LONGER * longest) + 256),
+        narrow=options.narrow,
     )
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.limits import device_rates, product_flop_s, read_bytes_s
+from benchmarks.peers import instruction_sets
 from benchmarks.peers.bounds import Rates, kv_token_bytes
 from benchmarks.peers.grid import Cell, grid, kv_tokens
 from benchmarks.peers.named import RunningServer, add_peer_options, peer_servers
@@ -34,7 +35,7 @@ WARM_UP = 1  # rounds that count for nothing
 PRODUCT_SIZE = 2048
 _GPU_CHUNK_TOKENS = 4096  # a GPU is not busy with fewer
 _GPU_WAIT_SCALE = 5.0  # of larger models, whose kernels are compiled when they start
-_DRAM_BYTES_MAX = 32 << 30
+_DRAM_BYTES_MIN, _DRAM_BYTES_MAX = 1 << 20, 32 << 30  # the kvstore takes no less
 
 
 def add(
@@ -72,6 +73,7 @@ def add(
 
 
 def _run(options: argparse.Namespace, progress: Progress) -> Report:
+    instruction_sets.narrow(options.narrow)
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name, ExitStack() as running:
         folder = Path(name)
         model, what = chosen_model(options, folder, progress)
@@ -107,7 +109,7 @@ def _chosen(cells: Sequence[Cell], numbers: Sequence[int] | None) -> list[Cell]:
 
 def _where(options: argparse.Namespace) -> str:
     if options.device == "cpu":
-        return f"{options.threads} threads"
+        return f"{options.threads} threads{instruction_sets.named(options.narrow)}"
     from kvcommons.backend.choice import device_name
 
     return device_name(options.device)
@@ -132,6 +134,7 @@ def _sizes(cells: Sequence[Cell], spec: ModelSpec, options: argparse.Namespace) 
         sequences=max(8, *(cell.batch for cell in cells)),
         window_tokens=spec.context_window,
         device=options.device,
+        narrow=options.narrow,
     )
 
 
@@ -145,7 +148,7 @@ def _stack(folder: Path, model: Path, sizes: Sizes) -> RunningStack:
         # Each round has the answers of the one before, which drafts would foretell: they have a benchmark
         # of their own.
         "decode": {**engine, "max_batch": sizes.sequences, "max_draft_tokens": 0},
-        "kvstore": {"dram_bytes": min(sizes.kv_bytes, _DRAM_BYTES_MAX)},
+        "kvstore": {"dram_bytes": min(max(sizes.kv_bytes, _DRAM_BYTES_MIN), _DRAM_BYTES_MAX)},
     }
     stack = RunningStack(folder, tables=tables, model=str(model), attention_pool=0, colocated=on_gpu)
     stack.wait_scale = _GPU_WAIT_SCALE if on_gpu else 1.0

@@ -1,4 +1,5 @@
-"""`--with` and `--peer`: the servers that benchmarks compare with, started for them or running already."""
+"""`--with` and `--peer`: the servers that benchmarks compare with, started for them or running already.
+`--narrow`: the instructions that all of them may use."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from benchmarks.peers.instruction_sets import INSTRUCTION_SETS
 from benchmarks.peers.servers import PEERS, Progress, Sizes, start
 from devstack.rest import RestClient
 from kvcommons.errors import InvalidInput
@@ -24,6 +26,11 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=URL",
         help="a server that runs, with the same model",
+    )
+    parser.add_argument(
+        "--narrow",
+        choices=sorted(INSTRUCTION_SETS),
+        help="a lesser processor: no server that is started uses wider instructions",
     )
 
 

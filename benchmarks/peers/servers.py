@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.peers.gguf_file import write_gguf
+from benchmarks.peers.instruction_sets import ggml_options
 from devstack.fetch import cache_folder
 from devstack.rest import RestClient
 from kvcommons.errors import InvalidInput, Unavailable
@@ -53,6 +54,7 @@ class Sizes:
     sequences: int
     window_tokens: int
     device: str = "cpu"  # as torch names it
+    narrow: str | None = None  # of INSTRUCTION_SETS, where a lesser processor is shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,10 +190,10 @@ def _name_vllm(home: Path) -> None:
 
 
 def _llama_cpp(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, progress: Progress) -> Plan:
-    server = home / "llama-server"
+    server = home / ("llama-server" if sizes.narrow is None else f"llama-server-{sizes.narrow}")
     if not server.exists():
-        progress(f"building {LLAMA_CPP}'s llama-server in {home}")
-        _build_llama_cpp(home, server)
+        progress(f"building {LLAMA_CPP}'s {server.name} in {home}")
+        _build_llama_cpp(home, server, ggml_options(sizes.narrow))
     file = folder / "model.gguf"
     progress("writing the model for llama.cpp")
     write_gguf(model, file)
@@ -220,7 +222,7 @@ PEERS: Mapping[str, Callable[[Path, Path, Sizes, int, Path, Progress], Plan]] = 
 ON_GPUS = ("transformers",)  # of those; another server runs already, and is given with --peer
 
 
-def _build_llama_cpp(home: Path, server: Path) -> None:
+def _build_llama_cpp(home: Path, server: Path, instructions: Sequence[str]) -> None:
     python = _environment(home)
     _run([python, "-m", "pip", "install", "--quiet", *_LLAMA_CPP_TOOLS])
     with tempfile.TemporaryDirectory(prefix="kvcommons-llama.cpp-") as name:
@@ -231,7 +233,7 @@ def _build_llama_cpp(home: Path, server: Path) -> None:
             archive.extractall(folder, filter="data")
         sources = next(folder.glob("*/vendor/llama.cpp"))
         cmake = [str(home / "bin" / "cmake")]
-        options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF"]
+        options = ["-DCMAKE_BUILD_TYPE=Release", *instructions, "-DBUILD_SHARED_LIBS=OFF"]
         options += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=ON"]
         options += ["-DLLAMA_OPENSSL=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"]  # nothing is fetched
         _run([*cmake, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={home / 'bin' / 'ninja'}", *options,
