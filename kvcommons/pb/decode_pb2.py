@@ -26,7 +26,7 @@ from kvcommons.pb import common_pb2 as kvcommons_dot_v1_dot_common__pb2
 from kvcommons.pb import prefill_pb2 as kvcommons_dot_v1_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcommons/v1/decode.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\x1a\x1akvcommons/v1/prefill.proto\"T\n\x0fGenerateRequest\x12\x15\n\rstart_wait_ms\x18\x0c \x01(\r\x12\x1e\n\x03job\x18\x0e \x01(\x0b\x32\x11.kvcommons.v1.JobJ\x04\x08\x01\x10\x0cJ\x04\x08\r\x10\x0e\"\x9f\x02\n\rGenerateEvent\x12*\n\x08reserved\x18\x01 \x01(\x0b\x32\x16.kvcommons.v1.ReservedH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.kvcommons.v1.TokensH\x00\x12(\n\x07missing\x18\x03 \x01(\x0b\x32\x15.kvcommons.v1.MissingH\x00\x12*\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x16.kvcommons.v1.FinishedH\x00\x12/\n\tprefilled\x18\x05 \x01(\x0b\x32\x1a.kvcommons.v1.PrefillFirstH\x00\x12*\n\x08\x62orrowed\x18\x06 \x01(\x0b\x32\x16.kvcommons.v1.BorrowedH\x00\x42\x07\n\x05\x65vent\"u\n\x08Reserved\x12.\n\nplacements\x18\x01 \x03(\x0b\x32\x1a.kvcommons.v1.SegmentPlace\x12\x17\n\x0fpush_from_block\x18\x02 \x01(\r\x12\x10\n\x08\x63omputes\x18\x04 \x01(\x08\x12\x0e\n\x06\x63hange\x18\x03 \x01(\x04\"9\n\x08\x42orrowed\x12-\n\x07holders\x18\x01 \x03(\x0b\x32\x1c.kvcommons.v1.BorrowedBlocks\"6\n\x0e\x42orrowedBlocks\x12\x14\n\x0c\x64\x61ta_address\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"4\n\x06Tokens\x12*\n\x06tokens\x18\x01 \x03(\x0b\x32\x1a.kvcommons.v1.SampledToken\"\"\n\x07Missing\x12\x17\n\x0fpush_from_block\x18\x01 \x01(\r\"@\n\x08\x46inished\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x14\n\x0csaved_blocks\x18\x02 \x01(\x04\x12\x0e\n\x06\x63hange\x18\x03 \x01(\x04\x32R\n\x06\x44\x65\x63ode\x12H\n\x08Generate\x12\x1d.kvcommons.v1.GenerateRequest\x1a\x1b.kvcommons.v1.GenerateEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcommons/v1/decode.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\x1a\x1akvcommons/v1/prefill.proto\"f\n\x0fGenerateRequest\x12\x15\n\rstart_wait_ms\x18\x0c \x01(\r\x12\x1e\n\x03job\x18\x0e \x01(\x0b\x32\x11.kvcommons.v1.Job\x12\x10\n\x08listener\x18\x0f \x01(\tJ\x04\x08\x01\x10\x0cJ\x04\x08\r\x10\x0e\"\x9f\x02\n\rGenerateEvent\x12*\n\x08reserved\x18\x01 \x01(\x0b\x32\x16.kvcommons.v1.ReservedH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.kvcommons.v1.TokensH\x00\x12(\n\x07missing\x18\x03 \x01(\x0b\x32\x15.kvcommons.v1.MissingH\x00\x12*\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x16.kvcommons.v1.FinishedH\x00\x12/\n\tprefilled\x18\x05 \x01(\x0b\x32\x1a.kvcommons.v1.PrefillFirstH\x00\x12*\n\x08\x62orrowed\x18\x06 \x01(\x0b\x32\x16.kvcommons.v1.BorrowedH\x00\x42\x07\n\x05\x65vent\"u\n\x08Reserved\x12.\n\nplacements\x18\x01 \x03(\x0b\x32\x1a.kvcommons.v1.SegmentPlace\x12\x17\n\x0fpush_from_block\x18\x02 \x01(\r\x12\x10\n\x08\x63omputes\x18\x04 \x01(\x08\x12\x0e\n\x06\x63hange\x18\x03 \x01(\x04\"9\n\x08\x42orrowed\x12-\n\x07holders\x18\x01 \x03(\x0b\x32\x1c.kvcommons.v1.BorrowedBlocks\"6\n\x0e\x42orrowedBlocks\x12\x14\n\x0c\x64\x61ta_address\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"4\n\x06Tokens\x12*\n\x06tokens\x18\x01 \x03(\x0b\x32\x1a.kvcommons.v1.SampledToken\"\"\n\x07Missing\x12\x17\n\x0fpush_from_block\x18\x01 \x01(\r\"P\n\x08\x46inished\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x14\n\x0csaved_blocks\x18\x02 \x01(\x04\x12\x0e\n\x06\x63hange\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\"!\n\rListenRequest\x12\x10\n\x08listener\x18\x01 \x01(\t\"B\n\x0fIterationTokens\x12/\n\tsequences\x18\x01 \x03(\x0b\x32\x1c.kvcommons.v1.SequenceTokens\"P\n\x0eSequenceTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\x06tokens\x18\x02 \x03(\x0b\x32\x1a.kvcommons.v1.SampledToken2\x9a\x01\n\x06\x44\x65\x63ode\x12H\n\x08Generate\x12\x1d.kvcommons.v1.GenerateRequest\x1a\x1b.kvcommons.v1.GenerateEvent0\x01\x12\x46\n\x06Listen\x12\x1b.kvcommons.v1.ListenRequest\x1a\x1d.kvcommons.v1.IterationTokens0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcommons.v1.decode_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=98
-  _globals['_GENERATEREQUEST']._serialized_end=182
-  _globals['_GENERATEEVENT']._serialized_start=185
-  _globals['_GENERATEEVENT']._serialized_end=472
-  _globals['_RESERVED']._serialized_start=474
-  _globals['_RESERVED']._serialized_end=591
-  _globals['_BORROWED']._serialized_start=593
-  _globals['_BORROWED']._serialized_end=650
-  _globals['_BORROWEDBLOCKS']._serialized_start=652
-  _globals['_BORROWEDBLOCKS']._serialized_end=706
-  _globals['_TOKENS']._serialized_start=708
-  _globals['_TOKENS']._serialized_end=760
-  _globals['_MISSING']._serialized_start=762
-  _globals['_MISSING']._serialized_end=796
-  _globals['_FINISHED']._serialized_start=798
-  _globals['_FINISHED']._serialized_end=862
-  _globals['_DECODE']._serialized_start=864
-  _globals['_DECODE']._serialized_end=946
+  _globals['_GENERATEREQUEST']._serialized_end=200
+  _globals['_GENERATEEVENT']._serialized_start=203
+  _globals['_GENERATEEVENT']._serialized_end=490
+  _globals['_RESERVED']._serialized_start=492
+  _globals['_RESERVED']._serialized_end=609
+  _globals['_BORROWED']._serialized_start=611
+  _globals['_BORROWED']._serialized_end=668
+  _globals['_BORROWEDBLOCKS']._serialized_start=670
+  _globals['_BORROWEDBLOCKS']._serialized_end=724
+  _globals['_TOKENS']._serialized_start=726
+  _globals['_TOKENS']._serialized_end=778
+  _globals['_MISSING']._serialized_start=780
+  _globals['_MISSING']._serialized_end=814
+  _globals['_FINISHED']._serialized_start=816
+  _globals['_FINISHED']._serialized_end=896
+  _globals['_LISTENREQUEST']._serialized_start=898
+  _globals['_LISTENREQUEST']._serialized_end=931
+  _globals['_ITERATIONTOKENS']._serialized_start=933
+  _globals['_ITERATIONTOKENS']._serialized_end=999
+  _globals['_SEQUENCETOKENS']._serialized_start=1001
+  _globals['_SEQUENCETOKENS']._serialized_end=1081
+  _globals['_DECODE']._serialized_start=1084
+  _globals['_DECODE']._serialized_end=1238
 # @@protoc_insertion_point(module_scope)

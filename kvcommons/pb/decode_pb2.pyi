@@ -26,8 +26,11 @@ class GenerateRequest(_message.Message):
 
     START_WAIT_MS_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
+    LISTENER_FIELD_NUMBER: _builtins.int
     start_wait_ms: _builtins.int
     """how long to wait for StartSequence"""
+    listener: _builtins.str
+    """who hears its tokens (Listen); empty: this call"""
     @_builtins.property
     def job(self) -> _common_pb2.Job: ...
     def __init__(
@@ -35,10 +38,11 @@ class GenerateRequest(_message.Message):
         *,
         start_wait_ms: _builtins.int = ...,
         job: _common_pb2.Job | None = ...,
+        listener: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "start_wait_ms", b"start_wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "listener", b"listener", "start_wait_ms", b"start_wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -219,23 +223,91 @@ class Finished(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     SAVED_BLOCKS_FIELD_NUMBER: _builtins.int
     CHANGE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """"stop" (a stop token, which is the last token streamed) or "length" """
     saved_blocks: _builtins.int
     """full blocks handed to the store"""
     change: _builtins.int
     """the end's number, as that of the reservation"""
+    tokens: _builtins.int
+    """so many were sent in all; those that a listener hears may come after this event"""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         saved_blocks: _builtins.int = ...,
         change: _builtins.int = ...,
+        tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "reason", b"reason", "saved_blocks", b"saved_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "reason", b"reason", "saved_blocks", b"saved_blocks", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
+
+@_typing.final
+class ListenRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LISTENER_FIELD_NUMBER: _builtins.int
+    listener: _builtins.str
+    """a name that nobody else has, nor can guess"""
+    def __init__(
+        self,
+        *,
+        listener: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["listener", b"listener"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListenRequest: _TypeAlias = ListenRequest  # noqa: Y015
+
+@_typing.final
+class IterationTokens(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceTokens]: ...
+    def __init__(
+        self,
+        *,
+        sequences: _abc.Iterable[Global___SequenceTokens] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IterationTokens: _TypeAlias = IterationTokens  # noqa: Y015
+
+@_typing.final
+class SequenceTokens(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """of its job"""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SampledToken]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        tokens: _abc.Iterable[_common_pb2.SampledToken] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceTokens: _TypeAlias = SequenceTokens  # noqa: Y015

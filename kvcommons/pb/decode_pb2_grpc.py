@@ -39,6 +39,11 @@ class DecodeStub:
                 request_serializer=kvcommons_dot_v1_dot_decode__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=kvcommons_dot_v1_dot_decode__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.Listen = channel.unary_stream(
+                '/kvcommons.v1.Decode/Listen',
+                request_serializer=kvcommons_dot_v1_dot_decode__pb2.ListenRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_decode__pb2.IterationTokens.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -52,6 +57,15 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Listen(self, request, context):
+        """The tokens of all sequences that were asked for under this listener's name, an iteration's in one message. While
+        the call is open they come here instead of in their own calls. It ends, once decode is stopped, with the last of
+        all sequences.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +73,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=kvcommons_dot_v1_dot_decode__pb2.GenerateRequest.FromString,
                     response_serializer=kvcommons_dot_v1_dot_decode__pb2.GenerateEvent.SerializeToString,
+            ),
+            'Listen': grpc.unary_stream_rpc_method_handler(
+                    servicer.Listen,
+                    request_deserializer=kvcommons_dot_v1_dot_decode__pb2.ListenRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_decode__pb2.IterationTokens.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +107,33 @@ class Decode:
             '/kvcommons.v1.Decode/Generate',
             kvcommons_dot_v1_dot_decode__pb2.GenerateRequest.SerializeToString,
             kvcommons_dot_v1_dot_decode__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Listen(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvcommons.v1.Decode/Listen',
+            kvcommons_dot_v1_dot_decode__pb2.ListenRequest.SerializeToString,
+            kvcommons_dot_v1_dot_decode__pb2.IterationTokens.FromString,
             options,
             channel_credentials,
             insecure,

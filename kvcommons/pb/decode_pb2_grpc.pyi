@@ -35,6 +35,11 @@ class DecodeStub:
     """Reserves room for the prompt (event Reserved), fetches its part of the history, waits for prefill's blocks and
     StartSequence, then streams tokens. Cancelling the call frees the sequence within one iteration.
     """
+    Listen: _grpc.UnaryStreamMultiCallable[_decode_pb2.ListenRequest, _decode_pb2.IterationTokens]
+    """The tokens of all sequences that were asked for under this listener's name, an iteration's in one message. While
+    the call is open they come here instead of in their own calls. It ends, once decode is stopped, with the last of
+    all sequences.
+    """
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
@@ -42,6 +47,11 @@ class DecodeAsyncStub(DecodeStub):
     Generate: _aio.UnaryStreamMultiCallable[_decode_pb2.GenerateRequest, _decode_pb2.GenerateEvent]  # type: ignore[assignment]
     """Reserves room for the prompt (event Reserved), fetches its part of the history, waits for prefill's blocks and
     StartSequence, then streams tokens. Cancelling the call frees the sequence within one iteration.
+    """
+    Listen: _aio.UnaryStreamMultiCallable[_decode_pb2.ListenRequest, _decode_pb2.IterationTokens]  # type: ignore[assignment]
+    """The tokens of all sequences that were asked for under this listener's name, an iteration's in one message. While
+    the call is open they come here instead of in their own calls. It ends, once decode is stopped, with the last of
+    all sequences.
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
@@ -53,6 +63,17 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.GenerateEvent], _abc.AsyncIterator[_decode_pb2.GenerateEvent]]:
         """Reserves room for the prompt (event Reserved), fetches its part of the history, waits for prefill's blocks and
         StartSequence, then streams tokens. Cancelling the call frees the sequence within one iteration.
+        """
+
+    @_abc_1.abstractmethod
+    def Listen(
+        self,
+        request: _decode_pb2.ListenRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.IterationTokens], _abc.AsyncIterator[_decode_pb2.IterationTokens]]:
+        """The tokens of all sequences that were asked for under this listener's name, an iteration's in one message. While
+        the call is open they come here instead of in their own calls. It ends, once decode is stopped, with the last of
+        all sequences.
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

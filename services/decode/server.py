@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -21,6 +22,8 @@ from kvcommons.errors import (
 from kvcommons.pb import decode_pb2 as pb
 from kvcommons.pb import decode_pb2_grpc
 from services.decode.arrival.arrivals import Arrivals
+from services.decode.batching.listeners import Listeners
+from services.decode.batching.stream import EventStream
 
 log = logging.getLogger(__name__)
 
@@ -35,18 +38,36 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._core: Core | None = None
         self._arrivals: Arrivals | None = None
         self._condemner: Condemner | None = None
-        self.draining = False
+        self._listeners = Listeners()
+        self._draining = False
 
     def open(self, core: Core, arrivals: Arrivals, condemner: Condemner) -> None:
         """The model is loaded."""
         self._core, self._arrivals, self._condemner = core, arrivals, condemner
+
+    def drain(self) -> None:
+        """No sequence comes any more."""
+        self._draining = True
+        self._end_listeners()
+
+    def _end_listeners(self) -> None:
+        """They would keep the server from ending."""
+        if self._draining and not self._arrivals:
+            self._listeners.end()
+
+    async def Listen(
+        self, request: pb.ListenRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.IterationTokens]:
+        with self._listeners.listening(request.listener) as listener:
+            async for message in listener.messages():
+                yield message
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateEvent]:
         if self._core is None or self._arrivals is None or self._condemner is None:
             raise Loading("this decode instance is still loading its model", retry_after_ms=500)
-        if self.draining:
+        if self._draining:
             raise Overloaded("this decode instance is being stopped: use another", retry_after_ms=100)
         if len(self._arrivals) >= self._max_sequences:
             raise Overloaded(
@@ -57,9 +78,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         await self._core.check_grammar(asked)
         self._condemner.know(data_address=asked.store_data, control_address=asked.store_control)
         arrival = await self._arrivals.open(
-            asked, request.job, start_wait_s=min(request.start_wait_ms / 1000, START_WAIT_S_MAX)
+            asked,
+            request.job,
+            EventStream(asked.request_id, partial(self._listeners.find, request.listener)),
+            start_wait_s=min(request.start_wait_ms / 1000, START_WAIT_S_MAX),
         )
-        tokens, outcome = 0, "cancelled"
+        outcome = "cancelled"
         try:
             yield pb.GenerateEvent(
                 reserved=pb.Reserved(
@@ -70,7 +94,6 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 )
             )
             async for event in arrival.stream.events():
-                tokens += len(event.tokens.tokens)
                 if event.HasField("finished"):
                     outcome = event.finished.reason
                     event.finished.change = self._arrivals.ended(arrival)
@@ -80,8 +103,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             raise
         finally:
             self._arrivals.leave(arrival)
+            self._end_listeners()
             facts = {"attempt": asked.request_id, "prompt_tokens": len(asked.tokens)}
-            log.info("generated", extra={**facts, "tokens": tokens, "outcome": outcome})
+            log.info("generated", extra={**facts, "tokens": arrival.stream.told, "outcome": outcome})
 
 
 def _request(core: Core, asked: pb.GenerateRequest) -> Request:

@@ -505,7 +505,7 @@ async def serve(config: DecodeConfig, process: Process) -> None:
             heartbeat.beat_now()
         await process.stop.wait()
     finally:
-        service.draining = True
+        service.drain()
         if prefill is not None:
             prefill.draining = True
         for heartbeat in heartbeats:

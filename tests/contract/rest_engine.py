@@ -25,7 +25,10 @@ from kvcommons.pb import (
 from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.token_ids import unpacked
+from services.decode.batching.listeners import Listeners
 from tests.machine import scaled
+
+ITERATION_S = 0.02
 
 
 class AskedJob:
@@ -113,6 +116,14 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
         self.script = script
         self.jobs: list[AskedJob] = []
         self.running = 0
+        self._listeners = Listeners()
+
+    async def Listen(
+        self, request: decode_pb2.ListenRequest, context: Any
+    ) -> AsyncIterator[decode_pb2.IterationTokens]:
+        with self._listeners.listening(request.listener) as listener:
+            async for message in listener.messages():
+                yield message
 
     async def Generate(
         self, request: decode_pb2.GenerateRequest, context: Any
@@ -137,16 +148,18 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
                 missing = decode_pb2.Missing(push_from_block=started.push_from_block)
                 yield decode_pb2.GenerateEvent(missing=missing)
             await started.first.wait()
-            async for event in self._tokens(job):
+            async for event in self._tokens(job, request.listener):
                 yield event
         finally:
             started.ended.set()
             self.running -= 1
 
-    async def _tokens(self, job: AskedJob) -> AsyncIterator[decode_pb2.GenerateEvent]:
+    async def _tokens(self, job: AskedJob, name: str) -> AsyncIterator[decode_pb2.GenerateEvent]:
+        """The first one comes in the sequence's own call, those behind it where its router listens."""
         for position in itertools.count(len(job.tokens)):
             index = position - job.prompt_tokens
             if index in self.script.fail_at:
+                await asyncio.sleep(ITERATION_S)  # what was sent before is heard
                 raise self.script.fail_at.pop(index)
             if index in self.script.borrowed:
                 borrowed = decode_pb2.Borrowed(holders=self.script.borrowed[index])
@@ -156,12 +169,16 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
                 await asyncio.Event().wait()
             token = self.script.token(job, position)
             await asyncio.sleep(self.script.delay_s)
-            yield decode_pb2.GenerateEvent(tokens=decode_pb2.Tokens(tokens=[token]))
-            if token.token in job.sampling.stop_token_ids:
-                yield decode_pb2.GenerateEvent(finished=decode_pb2.Finished(reason="stop"))
-                return
-            if position + 1 >= job.max_position:
-                yield decode_pb2.GenerateEvent(finished=decode_pb2.Finished(reason="length"))
+            listener = self._listeners.find(name) if position > len(job.tokens) else None
+            if listener is not None:
+                listener.tell(job.request_id, [token])
+            else:
+                yield decode_pb2.GenerateEvent(tokens=decode_pb2.Tokens(tokens=[token]))
+            sent = position + 1 - len(job.tokens)
+            stopped = token.token in job.sampling.stop_token_ids
+            if stopped or position + 1 >= job.max_position:
+                reason = "stop" if stopped else "length"
+                yield decode_pb2.GenerateEvent(finished=decode_pb2.Finished(reason=reason, tokens=sent))
                 return
 
 

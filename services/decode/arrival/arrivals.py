@@ -81,6 +81,7 @@ class Arrival:
         ref: SegmentRef,
         placements: list[pb.SegmentPlace],
         push_from: int,
+        stream: EventStream,
         start_wait_s: float,
         *,
         computes: bool = False,
@@ -93,7 +94,7 @@ class Arrival:
         self.tell_stages: Callable[[], None] = lambda: None  # of it, once its prompt is to come from prefill
         self.came_apart: Callable[[], KVCommonsError | None] = lambda: None  # why stages know of it no more
         self.push_from_block = push_from
-        self.stream = EventStream()
+        self.stream = stream
         self.barrier: StartBarrier
         # The number of leading blocks that are here once the fetch has ended; None where the sequence ends
         # before.
@@ -154,16 +155,20 @@ class Arrivals:
     def find(self, key: int) -> Arrival | None:
         return self._by_key.get(key)
 
-    async def open(self, request: Request, job: pb.Job, *, start_wait_s: float) -> Arrival:
-        """Of a request, which is checked, and came as this job. Reserves blocks and begins to fetch the
-        history. Prefill has `start_wait_s` to deliver. Raises CapacityExhausted, and Loading or Unavailable
-        where stages are missing, and holds nothing then."""
+    async def open(
+        self, request: Request, job: pb.Job, stream: EventStream, *, start_wait_s: float
+    ) -> Arrival:
+        """Of a request, which is checked, and came as this job; `stream` gets its events. Reserves blocks and
+        begins to fetch the history. Prefill has `start_wait_s` to deliver. Raises CapacityExhausted, and
+        Loading or Unavailable where stages are missing, and holds nothing then."""
         if self._stages is not None:
             await self._stages.prepared(request)
         with self._engine.reserving():
-            return await self._open(request, job, start_wait_s=start_wait_s)
+            return await self._open(request, job, stream, start_wait_s=start_wait_s)
 
-    async def _open(self, request: Request, job: pb.Job, *, start_wait_s: float) -> Arrival:
+    async def _open(
+        self, request: Request, job: pb.Job, stream: EventStream, *, start_wait_s: float
+    ) -> Arrival:
         core, key = self._core, self._engine.new_key()
         formed = self._stages.check() if self._stages is not None else None  # before anything is found
         chain = request.chain(core.info)
@@ -190,7 +195,7 @@ class Arrivals:
         local = self._local is not None and self._local.takes(sequence, max(found, matched))
         if local:
             push_from = found  # the engine loads the rest of the history
-        arrival = Arrival(sequence, ref, placements, push_from, start_wait_s, computes=local)
+        arrival = Arrival(sequence, ref, placements, push_from, stream, start_wait_s, computes=local)
         arrival.barrier = StartBarrier(push_from_block=push_from, fetching=push_from > found)
         self._by_key[key] = self._by_handle[ref.handle] = arrival
         if reserved.later:

@@ -22,6 +22,7 @@ from kvcommons.pb.ledger_pb2_grpc import LedgerStub
 from kvcommons.pb.prefill_pb2_grpc import PrefillStub
 from kvcommons.security.roles import Role
 from services.router.capacity.occupancy import Occupancy, Reservation
+from services.router.fleet.listening import Listening
 from services.router.fleet.pairing import (
     Pair,
     capacity_blocks,
@@ -80,6 +81,7 @@ class Fleet:
         self._channels: dict[tuple[str, Role], tuple[grpc.aio.Channel, float]] = {}
         self._known: dict[str, ModelInfo] = {}
         self._under_way: Counter[str] = Counter()
+        self.listening = Listening(clock)
         self.occupancy = Occupancy()
         self._home = b""  # the key whose home is `store`
         self._largest_capacity: dict[bytes, tuple[int, float]] = {}  # by model, and when it was seen
@@ -309,6 +311,7 @@ class Fleet:
                     del self._under_way[instance_id]
 
     async def close(self) -> None:
+        await self.listening.close()
         channels = [channel for channel, _ in self._channels.values()]
         self._channels.clear()
         for channel in channels:

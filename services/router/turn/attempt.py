@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -85,6 +86,7 @@ class Attempt:
         self._id = f"{request.turn_id}-{choice.index}-{choice.attempt}"  # unique: of this attempt alone
         self._choice = choice
         self._tokens = choice.tokens
+        self._length = len(self._tokens)  # and of what decode has sent
         self._block_ids = block_ids[: reusable_blocks(len(self._tokens), request.model.block_tokens)]
         shares = request.reuse and not choice.lacks_prompt_logprobs
         self._prefix = self._block_ids if shares else ()  # what it may share with others
@@ -202,46 +204,74 @@ class Attempt:
 
     async def _stream(self, pair: Pair, reservation: Reservation, at: dict[str, int]) -> bool:
         """Whether the stream came to its Finished."""
-        length = len(self._tokens)
-        job = self._message()
-        job.prediction.extend(self._request.prediction)
-        request = decode_pb2.GenerateRequest(job=job, start_wait_ms=int(self._remaining_s() * 1000))
-        call = self._fleet.decode(pair.decode).Generate(request, timeout=self._remaining_s())
-        try:
-            async for event in call:
-                match event.WhichOneof("event"):
-                    case "tokens":
-                        length += len(event.tokens.tokens)
-                        self._fleet.occupancy.grow(reservation, blocks_of(self._request.model, length))
-                        self._emit(ev.Tokens(tokens=tuple(event.tokens.tokens), **at))
-                    case "reserved":
-                        self._targets = event.reserved.placements
-                        reserved = event.reserved
-                        self._reserved(reservation, reserved)
-                        self._borrow(reserved.placements[1:])  # its own part is the first
-                        self._emit(
-                            ev.Reserved(
-                                push_from_block=reserved.push_from_block,
-                                computes=reserved.computes,
-                                instance=pair.decode.id,
-                                holders=tuple(self.borrowed),
-                                **at,
-                            )
-                        )
-                    case "prefilled":
-                        self._emit(self._first(event.prefilled, pair.decode.id, at))
-                    case "missing":
-                        self._emit(ev.Missing(push_from_block=event.missing.push_from_block, **at))
-                    case "borrowed":
-                        self._borrow(event.borrowed.holders)
-                        self._emit(ev.Borrowed(holders=tuple(self.borrowed), **at))
-                    case "finished":
+
+        def lost(error: KVCommonsError) -> None:
+            self._blame(pair.decode.id, error)
+            self._emit(ev.DecodeFailed(error=error, **at))
+
+        decode = self._fleet.decode(pair.decode)
+        with self._fleet.listening.hear(
+            decode,
+            pair.decode.control_address,
+            self._id,
+            until_s=self._request.deadline_s,
+            came=partial(self._came, reservation, at),
+            lost=lost,
+        ) as heard:
+            job = self._message()
+            job.prediction.extend(self._request.prediction)
+            request = decode_pb2.GenerateRequest(
+                job=job, start_wait_ms=int(self._remaining_s() * 1000), listener=heard.listener
+            )
+            call = decode.Generate(request, timeout=self._remaining_s())
+            try:
+                async for event in call:
+                    if event.HasField("finished"):
+                        await heard.all(event.finished.tokens, self._remaining_s())
                         reservation.reported_end = event.finished.change
                         self._emit(ev.Finished(reason=event.finished.reason, **at))
                         return True
-        finally:
-            call.cancel()
+                    if event.HasField("tokens"):
+                        heard.take(event.tokens.tokens)
+                    else:
+                        self._told(event, pair, reservation, at)
+            finally:
+                call.cancel()
         return False
+
+    def _came(
+        self, reservation: Reservation, at: dict[str, int], tokens: Sequence[common_pb2.SampledToken]
+    ) -> None:
+        self._length += len(tokens)
+        self._fleet.occupancy.grow(reservation, blocks_of(self._request.model, self._length))
+        self._emit(ev.Tokens(tokens=tuple(tokens), **at))
+
+    def _told(
+        self, event: decode_pb2.GenerateEvent, pair: Pair, reservation: Reservation, at: dict[str, int]
+    ) -> None:
+        """What decode says of a sequence besides its tokens and its end."""
+        match event.WhichOneof("event"):
+            case "reserved":
+                reserved = event.reserved
+                self._targets = reserved.placements
+                self._reserved(reservation, reserved)
+                self._borrow(reserved.placements[1:])  # its own part is the first
+                self._emit(
+                    ev.Reserved(
+                        push_from_block=reserved.push_from_block,
+                        computes=reserved.computes,
+                        instance=pair.decode.id,
+                        holders=tuple(self.borrowed),
+                        **at,
+                    )
+                )
+            case "prefilled":
+                self._emit(self._first(event.prefilled, pair.decode.id, at))
+            case "missing":
+                self._emit(ev.Missing(push_from_block=event.missing.push_from_block, **at))
+            case "borrowed":
+                self._borrow(event.borrowed.holders)
+                self._emit(ev.Borrowed(holders=tuple(self.borrowed), **at))
 
     def _reserved(self, reservation: Reservation, reserved: decode_pb2.Reserved) -> None:
         blocks = [placement.blocks for placement in reserved.placements]  # its own first
