@@ -49,6 +49,7 @@ class Staggered:
         self._policy = policy
         self._lanes = Lanes(core.backend.device, self._post, self._landed, model_lock)
         self._here = LocalSlices(core.model, self._lanes.model_lock)
+        self._alone = LocalSlices(core.model, model_lock)  # while no lane computes
         self._close_s = close_s
         self._inline = Inline(composer)
         self._division = Division()
@@ -109,7 +110,7 @@ class Staggered:
         if self._division.batches > 1:
             self._division = Division()
             self._lanes.rest()
-        slices = (lambda _: self._here) if work.prompts() else self._slices(self._lanes.all[0])
+        slices = (lambda _: self._alone) if work.prompts() else self._slices(self._lanes.all[0], self._alone)
         iteration = self._inline.compose(work, slices)
         if iteration is None:
             return False
@@ -129,8 +130,8 @@ class Staggered:
             lane.began_s = None
             return
         self._policy.took_staggered(*work.load(), lane)
-        slices = self._slices(lane)(lane.batch.has_heads)
+        slices = self._slices(lane, self._here)(lane.batch.has_heads)
         lane.launch(self._composer.iteration(lane.batch, slices=slices), shared)
 
-    def _slices(self, lane: BatchLane) -> Callable[[bool], Slices]:
-        return lambda has_heads: self._policy.slices(lane.number, self._here, unrotated=has_heads)
+    def _slices(self, lane: BatchLane, here: Slices) -> Callable[[bool], Slices]:
+        return lambda has_heads: self._policy.slices(lane.number, here, unrotated=has_heads)
