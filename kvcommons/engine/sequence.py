@@ -179,9 +179,10 @@ class Sequence:
     def news_of_borrowed(self) -> dict[str, int] | None:
         """Borrowed blocks by their holder's data address; None where it has said so before."""
         borrowed: dict[str, int] = {}
-        for run in self.remote_runs():
-            address = run.holder.data_address
-            borrowed[address] = borrowed.get(address, 0) + run.count
+        for run in self.runs:
+            if isinstance(run, RemoteRun):
+                address = run.holder.data_address
+                borrowed[address] = borrowed.get(address, 0) + run.count
         if borrowed == self.reported_borrowed:
             return None
         self.reported_borrowed = borrowed

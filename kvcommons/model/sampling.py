@@ -99,7 +99,7 @@ class SamplingParams:
         return self.repetition_penalty != 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: one is made for each token, in a third of the time
 class SamplingRow:
     """`position`: index in the sequence of the token to sample; `generated`: how often each token after the
     prompt boundary came (only read where a penalty is set); `seen`: each token of the sequence once (only
