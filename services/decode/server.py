@@ -22,7 +22,7 @@ from kvcommons.errors import (
 from kvcommons.pb import decode_pb2 as pb
 from kvcommons.pb import decode_pb2_grpc
 from services.decode.arrival.arrivals import Arrivals
-from services.decode.batching.listeners import Listeners
+from services.decode.batching.listeners import TokenListeners
 from services.decode.batching.stream import EventStream
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._core: Core | None = None
         self._arrivals: Arrivals | None = None
         self._condemner: Condemner | None = None
-        self._listeners = Listeners()
+        self._listeners = TokenListeners()
         self._draining = False
 
     def open(self, core: Core, arrivals: Arrivals, condemner: Condemner) -> None:
@@ -105,7 +105,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             self._arrivals.leave(arrival)
             self._end_listeners()
             facts = {"attempt": asked.request_id, "prompt_tokens": len(asked.tokens)}
-            log.info("generated", extra={**facts, "tokens": arrival.stream.told, "outcome": outcome})
+            log.info("generated", extra={**facts, "tokens": arrival.stream.sent, "outcome": outcome})
 
 
 def _request(core: Core, asked: pb.GenerateRequest) -> Request:

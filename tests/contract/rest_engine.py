@@ -25,7 +25,7 @@ from kvcommons.pb import (
 from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.token_ids import unpacked
-from services.decode.batching.listeners import Listeners
+from services.decode.batching.listeners import TokenListeners
 from tests.machine import scaled
 
 ITERATION_S = 0.02
@@ -116,7 +116,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
         self.script = script
         self.jobs: list[AskedJob] = []
         self.running = 0
-        self._listeners = Listeners()
+        self._listeners = TokenListeners()
 
     async def Listen(
         self, request: decode_pb2.ListenRequest, context: Any

@@ -12,7 +12,7 @@ from kvcommons.pb import common_pb2
 from kvcommons.pb import decode_pb2 as pb
 
 
-class Listener:
+class TokenListener:
     """One Listen call. Belongs to the event loop. Tokens that pile up while the router is slow leave in one
     message; there are never more than its sequences may have."""
 
@@ -49,24 +49,24 @@ class Listener:
                 return
 
 
-class Listeners:
+class TokenListeners:
     """Those whose calls are open, by name."""
 
     def __init__(self) -> None:
-        self._by_name: dict[str, Listener] = {}
+        self._by_name: dict[str, TokenListener] = {}
         self._ended = False
 
-    def find(self, name: str) -> Listener | None:
+    def find(self, name: str) -> TokenListener | None:
         return None if self._ended else self._by_name.get(name)
 
     @contextmanager
-    def listening(self, name: str) -> Iterator[Listener]:
+    def listening(self, name: str) -> Iterator[TokenListener]:
         """Until it is left. Raises InvalidInput without a name, Conflict where somebody has it."""
         if not name:
             raise InvalidInput("listener must be set: a name that nobody else has", param="listener")
         if name in self._by_name:
             raise Conflict("listener: somebody has this name; each call has its own", param="listener")
-        listener = self._by_name[name] = Listener()
+        listener = self._by_name[name] = TokenListener()
         if self._ended:
             listener.end()
         try:

@@ -9,19 +9,21 @@ from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.engine.prompt import FirstToken
 from kvcommons.pb import common_pb2
 from kvcommons.pb import decode_pb2 as pb
-from services.decode.batching.listeners import Listener
+from services.decode.batching.listeners import TokenListener
 
 
 class EventStream:
     """Belongs to the event loop. Tokens that pile up while the router is slow leave in one message; there are
     never more than the sequence may have."""
 
-    def __init__(self, request_id: str = "", listener: Callable[[], Listener | None] = lambda: None) -> None:
+    def __init__(
+        self, request_id: str = "", listener: Callable[[], TokenListener | None] = lambda: None
+    ) -> None:
         """`listener`: who hears the tokens instead, while there is one. The first ones go this way, behind
         what has to be known before them."""
         self._request_id = request_id
         self._listener = listener
-        self.told = 0  # tokens that were sent, whichever way
+        self.sent = 0  # tokens that were sent, whichever way
         self._tokens: list[common_pb2.SampledToken] = []
         self._borrowed: dict[str, int] | None = None
         self._missing: int | None = None
@@ -36,13 +38,13 @@ class EventStream:
 
     def step(self, step: SequenceUpdate) -> None:
         """What an iteration made of this sequence."""
-        own = not self.told or self._tokens or step.error is not None  # which must not overtake its tokens
+        own = not self.sent or self._tokens or step.error is not None  # which must not overtake its tokens
         listener = None if own else self._listener()
         if listener is None:
             self._tokens += step.tokens
         else:
             listener.tell(self._request_id, step.tokens)
-            self.told += len(step.tokens)
+            self.sent += len(step.tokens)
         if step.borrowed is not None:
             self._borrowed = step.borrowed  # what it was before is of no interest any more
         if step.reason or step.error:
@@ -79,13 +81,13 @@ class EventStream:
                 yield pb.GenerateEvent(borrowed=pb.Borrowed(holders=holders))
             if self._tokens:
                 tokens, self._tokens = self._tokens, []
-                self.told += len(tokens)
+                self.sent += len(tokens)
                 yield pb.GenerateEvent(tokens=pb.Tokens(tokens=tokens))
             if self._end is not None and not self._tokens:
                 if self._end.error is not None:
                     raise self._end.error
                 finished = pb.Finished(
-                    reason=self._end.reason, saved_blocks=self._end.saved_blocks, tokens=self.told
+                    reason=self._end.reason, saved_blocks=self._end.saved_blocks, tokens=self.sent
                 )
                 yield pb.GenerateEvent(finished=finished)
                 return

@@ -234,7 +234,7 @@ class Attempt:
                     if event.HasField("tokens"):
                         heard.take(event.tokens.tokens)
                     else:
-                        self._told(event, pair, reservation, at)
+                        self._news(event, pair, reservation, at)
             finally:
                 call.cancel()
         return False
@@ -246,7 +246,7 @@ class Attempt:
         self._fleet.occupancy.grow(reservation, blocks_of(self._request.model, self._length))
         self._emit(ev.Tokens(tokens=tuple(tokens), **at))
 
-    def _told(
+    def _news(
         self, event: decode_pb2.GenerateEvent, pair: Pair, reservation: Reservation, at: dict[str, int]
     ) -> None:
         """What decode says of a sequence besides its tokens and its end."""

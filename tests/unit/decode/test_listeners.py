@@ -10,7 +10,7 @@ from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.errors import Conflict, DataLoss, InvalidInput
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.pb import decode_pb2
-from services.decode.batching.listeners import Listener, Listeners
+from services.decode.batching.listeners import TokenListener, TokenListeners
 from services.decode.batching.stream import EventStream
 
 
@@ -27,7 +27,7 @@ def positions(message: decode_pb2.IterationTokens) -> dict[str, list[int]]:
 
 
 async def test_an_iteration_is_one_message() -> None:
-    listener = Listener()
+    listener = TokenListener()
     messages = listener.messages()
     following = asyncio.ensure_future(anext(messages))
     await asyncio.sleep(0)
@@ -40,14 +40,14 @@ async def test_an_iteration_is_one_message() -> None:
 
 
 async def test_what_was_told_before_the_end_still_comes() -> None:
-    listener = Listener()
+    listener = TokenListener()
     listener.tell("a", sampled(5))
     listener.end()
     assert [positions(message) async for message in listener.messages()] == [{"a": [5]}]
 
 
 async def test_a_listener_that_is_not_ended_waits() -> None:
-    listener = Listener()
+    listener = TokenListener()
     listener.tell("a", [])
     following = asyncio.ensure_future(anext(listener.messages()))
     await asyncio.sleep(0.01)
@@ -56,7 +56,7 @@ async def test_a_listener_that_is_not_ended_waits() -> None:
 
 
 def test_a_name_is_one_call_s() -> None:
-    listeners = Listeners()
+    listeners = TokenListeners()
     with pytest.raises(InvalidInput, match="listener must be set"), listeners.listening(""):
         pass
     with listeners.listening("r") as listener:
@@ -68,7 +68,7 @@ def test_a_name_is_one_call_s() -> None:
 
 
 async def test_none_is_left_to_wait_once_no_sequence_comes() -> None:
-    listeners = Listeners()
+    listeners = TokenListeners()
     with listeners.listening("before") as before:
         listeners.end()
         assert [message async for message in before.messages()] == []
@@ -79,7 +79,7 @@ async def test_none_is_left_to_wait_once_no_sequence_comes() -> None:
 
 async def test_first_tokens_come_behind_what_is_known_before_them() -> None:
     """So nobody hears a token of a sequence before its own call has said how it came to be."""
-    listener = Listener()
+    listener = TokenListener()
     stream = EventStream("a", lambda: listener)
     events = stream.events()
     stream.step(update(5))
@@ -92,7 +92,7 @@ async def test_first_tokens_come_behind_what_is_known_before_them() -> None:
 
 
 async def test_tokens_wait_for_those_before_them_in_their_own_call() -> None:
-    listener = Listener()
+    listener = TokenListener()
     stream = EventStream("a", lambda: listener)
     stream.step(update(5))
     stream.step(update(6, reason="length"))
@@ -102,7 +102,7 @@ async def test_tokens_wait_for_those_before_them_in_their_own_call() -> None:
 
 
 async def test_a_listener_that_has_gone_leaves_the_call() -> None:
-    listeners = Listeners()
+    listeners = TokenListeners()
     stream = EventStream("a", lambda: listeners.find("r"))
     events = stream.events()
     with listeners.listening("r"):
@@ -115,7 +115,7 @@ async def test_a_listener_that_has_gone_leaves_the_call() -> None:
 
 
 async def test_tokens_come_before_the_error_that_ends_them() -> None:
-    listener = Listener()
+    listener = TokenListener()
     stream = EventStream("a", lambda: listener)
     events = stream.events()
     stream.step(update(5))
