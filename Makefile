@@ -22,7 +22,7 @@ WORKERS ?= 3
 # Hundreds of processes are started, each of which would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install up test test-slow simulate check bench protos docs compose-test clean
+.PHONY: help install up test test-slow simulate check bench bench-gpu protos docs compose-test clean
 
 # What a target does stands behind it, for this list.
 help: ## lists the targets; so does plain `make`
@@ -87,6 +87,16 @@ check: $(STAMP) ## lint, format, types, import contracts, generated files, dead 
 
 bench: $(STAMP) ## kvcommons bench sessions; ARGS=first-token for another one
 	$(BIN)/kvcommons bench $(or $(ARGS),sessions)
+
+# Each of them by itself: one that fails leaves the others.
+GPU_MODEL ?= 8b
+bench-gpu: $(STAMP) ## all that is measured on an NVIDIA GPU, into build/gpu; GPU_MODEL=34m for a small one
+	@mkdir -p build/gpu
+	@failed=; for one in gpu "mixed-iterations --device cuda --random-model $(GPU_MODEL)" \
+	  "peers --device cuda --random-model $(GPU_MODEL) --with transformers --rounds 2 --answer 64"; do \
+	  name=build/gpu/$${one%% *}; echo "kvcommons bench $$one: $$name.json"; \
+	  $(BIN)/kvcommons bench $$one --json $$name.json > $$name.log 2>&1 || { tail -n 3 $$name.log; failed=1; }; \
+	done; test -z "$$failed"
 
 protos: $(STAMP) ## makes kvcommons/pb anew after a change in protos
 	$(BIN)/python protos/generate.py
