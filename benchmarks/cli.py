@@ -21,6 +21,7 @@ from benchmarks import (
     first_token,
     fixed_time_cli,
     gpu,
+    iteration_parts,
     kv_parallel,
     live_hits,
     long_context,
@@ -139,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     partition.add(commands, _add_outputs)
     mini_batches.add(commands, _add_outputs)
     mixed_iterations.add(commands, _add_outputs)
+    iteration_parts.add(commands, _add_outputs)
     long_context.add(commands, _add_outputs)
     offload.add(commands, _add_outputs)
     offload_plan.add(commands, _add_outputs)

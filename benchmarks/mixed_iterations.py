@@ -29,8 +29,10 @@ from benchmarks.report import Report, Row
 if TYPE_CHECKING:
     from kvcommons.engine.calibration import UnsentChunk
     from kvcommons.engine.core import Core
+    from kvcommons.engine.iteration import Iteration
     from kvcommons.engine.iteration_costs import IterationWork
     from kvcommons.engine.predictor import Predictor
+    from kvcommons.engine.slices import Slices
     from kvcommons.engine.token_rows import TokenRows
 
 Progress = Callable[[str], None]
@@ -114,7 +116,7 @@ def _measure(
     predictor, order = Predictor(), random.Random(0)
     with torch.inference_mode():
         core.memory.tensor.normal_()
-        mixed = _Mixed(core, options.context, max(options.chunks), max(options.batch))
+        mixed = MixedIterations(core, options.context, max(options.chunks), max(options.batch))
         for round_ in range(options.rounds):
             progress(f"round {round_ + 1} of {options.rounds}")
             for point in order.sample(points, len(points)):
@@ -127,7 +129,7 @@ def _measure(
     return found
 
 
-class _Mixed:
+class MixedIterations:
     """Makes iterations: a chunk of one sequence, behind `context` tokens, and one row of each of others with
     as many tokens. No iteration changes what the next one finds."""
 
@@ -150,6 +152,14 @@ class _Mixed:
 
     def iterate(self, point: Point, predictor: Predictor) -> tuple[IterationWork, float, float]:
         """What was in it, the seconds that it took, and those that were expected."""
+        iteration = self.run(point)
+        work, seconds = iteration.work, iteration.timing.own_s
+        expected_s = predictor.seconds(work)
+        predictor.learn(work, seconds)
+        return work, seconds, expected_s
+
+    def run(self, point: Point, slices: Slices | None = None) -> Iteration:
+        """One, after it has run. Raises what it failed with."""
         from kvcommons.engine.calibration import UnsentChunk
         from kvcommons.engine.iteration import Iteration
 
@@ -159,14 +169,11 @@ class _Mixed:
         if point.chunk:
             chunk = range(self._context, self._context + point.chunk)
             groups.append(UnsentChunk(self._core, chunk, self._prompt))
-        iteration = Iteration(self._core, groups)
+        iteration = Iteration(self._core, groups, slices)
         iteration.run()
         for error in iteration.failures.values():
             raise error
-        work, seconds = iteration.work, iteration.timing.own_s
-        expected_s = predictor.seconds(work)
-        predictor.learn(work, seconds)
-        return work, seconds, expected_s
+        return iteration
 
     def _token_rows(self, count: int) -> TokenRows:
         from kvcommons.engine.batch import Batch

@@ -36,15 +36,35 @@ class Rows:
     history: int
 
 
-def iteration_s(spec: ModelSpec, rates: Rates, rows: Sequence[Rows]) -> float:
-    """Seconds for these sequences at once, each of which gets one token sampled."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Seconds of an iteration's operators: of its layers, and of the head, for a row of each sequence."""
+
+    matrices_s: float
+    attention_s: float
+    head_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.matrices_s + self.attention_s + self.head_s
+
+
+def bound(spec: ModelSpec, rates: Rates, rows: Sequence[Rows]) -> Bound:
+    """Of these sequences at once, each of which gets one token sampled."""
     new = sum(one.count for one in rows)
     queries, kv = spec.query_heads * spec.head_dim, spec.kv_heads * spec.head_dim
     matrices = [(spec.hidden, queries + 2 * kv), (queries, spec.hidden)]
     matrices += [(spec.hidden, 2 * spec.mlp), (spec.mlp, spec.hidden)]
-    layer_s = sum(_product_s(rates, matrix, new) for matrix in matrices)
-    attention_s = sum(_attention_s(spec, rates, rows, window) for window in spec.windows)
-    return spec.layers * layer_s + attention_s + _product_s(rates, (spec.hidden, spec.vocab_size), len(rows))
+    return Bound(
+        matrices_s=spec.layers * sum(_product_s(rates, matrix, new) for matrix in matrices),
+        attention_s=sum(_attention_s(spec, rates, rows, window) for window in spec.windows),
+        head_s=_product_s(rates, (spec.hidden, spec.vocab_size), len(rows)),
+    )
+
+
+def iteration_s(spec: ModelSpec, rates: Rates, rows: Sequence[Rows]) -> float:
+    """Seconds of all of them."""
+    return bound(spec, rates, rows).seconds
 
 
 def _product_s(rates: Rates, matrix: tuple[int, int], rows: int) -> float:

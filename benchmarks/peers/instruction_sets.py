@@ -31,12 +31,10 @@ INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
 def narrow(name: str | None) -> None:
     """This process, which has computed nothing yet, and all that it starts use no wider ones from here on.
     None: all that this processor has."""
-    from kvcommons.attention.native import library
-
     if name is None:
         return
     widest = INSTRUCTION_SETS[name]
-    os.environ[library.VARIABLE] = widest.kernels
+    os.environ["KVCOMMONS_KERNEL"] = widest.kernels
     os.environ["ATEN_CPU_CAPABILITY"] = widest.torch
     os.environ["ONEDNN_MAX_CPU_ISA"] = widest.onednn
 
