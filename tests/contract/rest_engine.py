@@ -5,6 +5,7 @@ the tokens."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections.abc import AsyncIterator, Iterator
@@ -29,6 +30,7 @@ from services.decode.batching.listeners import TokenListeners
 from tests.machine import scaled
 
 ITERATION_S = 0.02
+SENT_S_MAX = 1.0
 
 
 class AskedJob:
@@ -117,13 +119,17 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
         self.jobs: list[AskedJob] = []
         self.running = 0
         self._listeners = TokenListeners()
+        self._sending: list[asyncio.Event] = []  # tokens that a listener's call has not sent yet
 
     async def Listen(
         self, request: decode_pb2.ListenRequest, context: Any
     ) -> AsyncIterator[decode_pb2.IterationTokens]:
         with self._listeners.listening(request.listener) as listener:
             async for message in listener.messages():
+                sending, self._sending = self._sending, []
                 yield message
+                for sent in sending:
+                    sent.set()
 
     async def Generate(
         self, request: decode_pb2.GenerateRequest, context: Any
@@ -172,6 +178,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
             listener = self._listeners.find(name) if position > len(job.tokens) else None
             if listener is not None:
                 listener.tell(job.request_id, [token])
+                await self._sent()
             else:
                 yield decode_pb2.GenerateEvent(tokens=decode_pb2.Tokens(tokens=[token]))
             sent = position + 1 - len(job.tokens)
@@ -180,6 +187,14 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
                 reason = "stop" if stopped else "length"
                 yield decode_pb2.GenerateEvent(finished=decode_pb2.Finished(reason=reason, tokens=sent))
                 return
+
+    async def _sent(self) -> None:
+        """As in a call of its own, the next token is made once this one was sent; or the listener is gone."""
+        sent = asyncio.Event()
+        self._sending.append(sent)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SENT_S_MAX):
+                await sent.wait()
 
 
 class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
