@@ -17,10 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks.limits import product_flop_s, read_bytes_s
+from benchmarks.limits import host_rates
 from benchmarks.mixed_iterations import MixedIterations, Point
 from benchmarks.peers.bounds import Rates, Rows, bound
-from benchmarks.peers.cli import PRODUCT_SIZE
 from benchmarks.plot import panels
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row
@@ -105,7 +104,8 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
     with tempfile.TemporaryDirectory(prefix="kvc-") as name:
         model = write_random_model(Path(name), options.random_model, progress)
         progress("measuring what the machine can do")
-        rates = Rates(read_bytes_s=read_bytes_s(), product_flop_s=product_flop_s(PRODUCT_SIZE))
+        read, product = host_rates()
+        rates = Rates(read_bytes_s=read, product_flop_s=product)
         progress("loading the model")
         core = load_core(
             EngineSettings(
@@ -115,10 +115,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         )  # fmt: skip
         taken_s = measure(core, cells, options.rounds, progress)
         spec = ModelSpec.read(model)
-    title = (
-        f"{options.random_model}, bfloat16, {options.threads} threads; memory read at "
-        f"{rates.read_bytes_s / 1e9:.1f} GB/s, products at {rates.product_flop_s / 1e9:.0f} GFLOP/s"
-    )
+    title = f"{options.random_model}, bfloat16, {options.threads} threads; {rates.words}"
     return summarise(title, spec, rates, taken_s)
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from kvcommons.engine.core import Core
 
+PRODUCT_SIZE = 2048  # rows and columns of the product whose rate is taken for the peak
 _TIMES = 3
 
 
@@ -56,6 +57,11 @@ def read_bytes_s(size: int = 1 << 30) -> float:
         read(memory)
         rates.append(size / (time.perf_counter() - began_s))
     return max(rates)
+
+
+def host_rates() -> tuple[float, float]:
+    """Of the processors, bytes and operations a second: of reading, and of a large product."""
+    return read_bytes_s(), product_flop_s(PRODUCT_SIZE)
 
 
 def device_rates(device: str) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.holders import CALL_S, decoded
-from benchmarks.limits import device_rates, product_flop_s, read_memory
+from benchmarks.limits import PRODUCT_SIZE, device_rates, product_flop_s, read_memory
 from benchmarks.plot import Curves, curves
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 BLOCK_TOKENS = 64
-_PRODUCT = 2048  # rows and columns of the product whose rate is taken for the peak
 
 
 def add(
@@ -228,7 +227,7 @@ class _Machine:
             self._read.append(read)
             self._peaks.append(product)
             return
-        self._peaks.append(product_flop_s(_PRODUCT))
+        self._peaks.append(product_flop_s(PRODUCT_SIZE))
         began_s = time.monotonic()
         read_memory(self._core)
         self._read.append(self._core.memory.tensor.nbytes / (time.monotonic() - began_s))

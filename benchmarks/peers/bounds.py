@@ -24,6 +24,12 @@ class Rates:
     read_bytes_s: float
     product_flop_s: float
 
+    @property
+    def words(self) -> str:
+        """For a report's title."""
+        read, product = self.read_bytes_s / 1e9, self.product_flop_s / 1e9
+        return f"memory read at {read:.1f} GB/s, products at {product:.0f} GFLOP/s"
+
     def seconds(self, *, read_bytes: float, flop: float) -> float:
         return max(read_bytes / self.read_bytes_s, flop / self.product_flop_s)
 

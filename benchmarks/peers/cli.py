@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from benchmarks.limits import device_rates, product_flop_s, read_bytes_s
+from benchmarks.limits import device_rates, host_rates
 from benchmarks.peers import instruction_sets
 from benchmarks.peers.bounds import Rates, kv_token_bytes
 from benchmarks.peers.grid import Cell, grid, kv_tokens
@@ -32,7 +32,6 @@ from kvcommons.model.spec import ModelSpec
 Progress = Callable[[str], None]
 OWN = "kvcommons"
 WARM_UP = 1  # rounds that count for nothing
-PRODUCT_SIZE = 2048
 _GPU_CHUNK_TOKENS = 4096  # a GPU is not busy with fewer
 _GPU_WAIT_SCALE = 5.0  # of larger models, whose kernels are compiled when they start
 _DRAM_BYTES_MIN, _DRAM_BYTES_MAX = 1 << 20, 32 << 30  # the kvstore takes no less
@@ -89,10 +88,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         servers |= peer_servers(options, model, sizes, folder, running=running, progress=progress)
         compare = partial(_compare, servers, spec=spec, rates=rates, options=options, progress=progress)
         rows = [_row(cell, compare) for cell in cells]
-    title = (
-        f"{what}, bfloat16, {_where(options)}; memory read at {rates.read_bytes_s / 1e9:.1f} GB/s, "
-        f"products at {rates.product_flop_s / 1e9:.0f} GFLOP/s"
-    )
+    title = f"{what}, bfloat16, {_where(options)}; {rates.words}"
     ratios = {
         str(row["cell"]): float(row["over the better peer"]) for row in rows if "over the better peer" in row
     }
@@ -119,10 +115,8 @@ def _rates(options: argparse.Namespace) -> Rates:
     import torch
 
     torch.set_num_threads(options.threads)
-    if options.device != "cpu":
-        read, product = device_rates(options.device)
-        return Rates(read_bytes_s=read, product_flop_s=product)
-    return Rates(read_bytes_s=read_bytes_s(), product_flop_s=product_flop_s(PRODUCT_SIZE))
+    read, product = host_rates() if options.device == "cpu" else device_rates(options.device)
+    return Rates(read_bytes_s=read, product_flop_s=product)
 
 
 def _sizes(cells: Sequence[Cell], spec: ModelSpec, options: argparse.Namespace) -> Sizes:

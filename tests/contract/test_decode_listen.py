@@ -56,9 +56,7 @@ class Generated:
         async for event in self._decode.Generate(self.request, timeout=scaled(60)):
             match event.WhichOneof("event"):
                 case "reserved":
-                    job = common_pb2.Job()
-                    job.CopyFrom(self.request.job)
-                    await compute(self._prefill, _prefill_request(job, event.reserved))
+                    await compute(self._prefill, _prefill_request(self.request.job, event.reserved))
                 case "tokens":
                     self.in_own_call += len(event.tokens.tokens)
                     heard.take(event.tokens.tokens)

@@ -39,13 +39,13 @@ class Heard:
     ) -> None:
         self.listener = listener  # the name under which decode sends them
         self.lost = lost
+        self.tokens = 0  # so many have come
         self._came = came
-        self._tokens = 0
         self._news = asyncio.Event()
 
     def take(self, tokens: Sequence[SampledToken]) -> None:
         """Of either call."""
-        self._tokens += len(tokens)
+        self.tokens += len(tokens)
         self._news.set()
         self._came(tokens)
 
@@ -53,11 +53,11 @@ class Heard:
         """Returns once so many have come, which decode has sent. Raises Unavailable where they do not."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self._tokens < tokens:
+                while self.tokens < tokens:
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
-            missing = tokens - self._tokens
+            missing = tokens - self.tokens
             raise Unavailable(f"decode has ended, and {missing} of its tokens did not come") from None
 
 

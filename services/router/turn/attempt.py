@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -86,7 +85,6 @@ class Attempt:
         self._id = f"{request.turn_id}-{choice.index}-{choice.attempt}"  # unique: of this attempt alone
         self._choice = choice
         self._tokens = choice.tokens
-        self._length = len(self._tokens)  # and of what decode has sent
         self._block_ids = block_ids[: reusable_blocks(len(self._tokens), request.model.block_tokens)]
         shares = request.reuse and not choice.lacks_prompt_logprobs
         self._prefix = self._block_ids if shares else ()  # what it may share with others
@@ -205,6 +203,11 @@ class Attempt:
     async def _stream(self, pair: Pair, reservation: Reservation, at: dict[str, int]) -> bool:
         """Whether the stream came to its Finished."""
 
+        def came(tokens: Sequence[common_pb2.SampledToken]) -> None:
+            length = len(self._tokens) + heard.tokens
+            self._fleet.occupancy.grow(reservation, blocks_of(self._request.model, length))
+            self._emit(ev.Tokens(tokens=tuple(tokens), **at))
+
         def lost(error: KVCommonsError) -> None:
             self._blame(pair.decode.id, error)
             self._emit(ev.DecodeFailed(error=error, **at))
@@ -215,7 +218,7 @@ class Attempt:
             pair.decode.control_address,
             self._id,
             until_s=self._request.deadline_s,
-            came=partial(self._came, reservation, at),
+            came=came,
             lost=lost,
         ) as heard:
             job = self._message()
@@ -238,13 +241,6 @@ class Attempt:
             finally:
                 call.cancel()
         return False
-
-    def _came(
-        self, reservation: Reservation, at: dict[str, int], tokens: Sequence[common_pb2.SampledToken]
-    ) -> None:
-        self._length += len(tokens)
-        self._fleet.occupancy.grow(reservation, blocks_of(self._request.model, self._length))
-        self._emit(ev.Tokens(tokens=tuple(tokens), **at))
 
     def _news(
         self, event: decode_pb2.GenerateEvent, pair: Pair, reservation: Reservation, at: dict[str, int]
