@@ -1,6 +1,6 @@
 """What verifying drafts brings, and what it costs where nothing repeats: answers with it and without it.
 
-Two stacks run and differ in `max_draft_tokens` alone; only one is asked at a time, the same prompts, and
+Two stacks run and differ in their drafts alone; only one is asked at a time, the same prompts, and
 which goes first changes from round to round. Each round is another tenant's, so that no answer is drafted
 from the same one before. An answer's time is that from its first token to its last one:
 prompts are computed alike. Tokens are compared, too; in bfloat16 a step whose two best logits are as good as
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.agent_sessions import agent_session
+from benchmarks.deepened_model import write_deepened_model
 from benchmarks.plot import panels
 from benchmarks.prompts import PromptWriter
 from benchmarks.random_model import chosen_model
@@ -34,6 +35,7 @@ from kvcommons.model.tokenizer import Tokenizer
 Progress = Callable[[str], None]
 WAYS = ("without", "with")
 DRAFT_TOKENS = 16  # of a sequence in an iteration
+CASES = 5
 WARM_UP = 1  # rounds that count for nothing
 PROMPT_TOKENS_MAX = 2048
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
@@ -72,7 +74,23 @@ def add(
     )
     parser.add_argument("--model", metavar="DIR", help="default: smollm2, fetched once")
     parser.add_argument("--random-model", metavar="SIZE", help="random weights instead")
+    parser.add_argument("--draft-model", metavar="DIR", help="drafts are of this one, too")
+    parser.add_argument(
+        "--deepen",
+        type=int,
+        metavar="N",
+        help="the model drafts for itself with N times its layers, which add little: a stand-in",
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--cases",
+        type=int,
+        nargs="+",
+        choices=range(1, CASES + 1),
+        default=range(1, CASES + 1),
+        metavar="N",
+        help="agent sessions, the same sampled, questions, the same sampled, noise",
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], metavar="N", help="answers at once")
     parser.add_argument("--prompts", type=int, default=16, metavar="N", help="of each kind")
     parser.add_argument("--answer", type=int, default=192, metavar="N", help="tokens, at most")
@@ -85,13 +103,21 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name, ExitStack() as running:
         folder = Path(name)
         model, what = chosen_model(options, folder, progress)
-        cases = _cases(model, options.prompts)
+        draft_model = options.draft_model or ""
+        if options.deepen:
+            progress(f"writing {what} with {options.deepen} times its layers")
+            draft_model, model = str(model), write_deepened_model(folder, model, options.deepen)
+            what = f"{what} with {options.deepen} times its layers, by drafts of {what}"
+        cases = [
+            case for number, case in enumerate(_cases(model, options.prompts), 1) if number in options.cases
+        ]
         rounds = len(cases) * len(options.batches) * (WARM_UP + options.rounds)
         keys = Keys(folder / "keys", rounds)
+        with_drafts: dict[str, Any] = {"max_draft_tokens": DRAFT_TOKENS, "draft_model": draft_model}
         progress("starting two stacks")
         stacks = {
-            way: running.enter_context(_stack(folder / way, model, options, keys, way == "with"))
-            for way in WAYS
+            way: running.enter_context(_stack(folder / way, model, options, keys, drafts))
+            for way, drafts in zip(WAYS, ({"max_draft_tokens": 0}, with_drafts), strict=True)
         }
         rows: list[Row] = []
         for batch in options.batches:
@@ -138,13 +164,14 @@ def _cases(model: Path, count: int) -> list[Case]:
     ]
 
 
-def _stack(folder: Path, model: Path, options: argparse.Namespace, keys: Keys, drafts: bool) -> RunningStack:
+def _stack(
+    folder: Path, model: Path, options: argparse.Namespace, keys: Keys, drafts: dict[str, Any]
+) -> RunningStack:
     engine = {
         "dtype": options.dtype,
         "capacity_tokens": (max(options.batches) + 1) * (PROMPT_TOKENS_MAX + options.answer + 64),
     }
-    decode = {**engine, "max_draft_tokens": DRAFT_TOKENS if drafts else 0}
-    tables = {"prefill": engine, "decode": decode}
+    tables = {"prefill": engine, "decode": {**engine, **drafts}}
     return RunningStack(
         folder, tables=tables, model=str(model), attention_pool=0, api_key_file=str(keys.file)
     )

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -250,7 +251,9 @@ class Engine:
         }
 
     def drafts(self, sequences: Sequence[Generating]) -> Mapping[int, Sequence[int]]:
-        return self._speculation.drafts(sequences, self._grow_ahead) if self._speculation is not None else {}
+        if self._speculation is None or not sequences:
+            return {}
+        return self._speculation.drafts(sequences, self._grow_ahead, partial(self._computing, urgent=True))
 
     def spans(self, *, beside: IterationWork, objectives_s: Collection[float] = ()) -> Sequence[PromptSpan]:
         if not self._prompts:
@@ -271,9 +274,15 @@ class Engine:
 
     @contextmanager
     def cores(self, iteration: Iteration) -> Iterator[None]:
+        with self._computing(urgent=any(isinstance(group, TokenRows) for group in iteration.groups)):
+            yield
+
+    @contextmanager
+    def _computing(self, *, urgent: bool) -> Iterator[None]:
+        """This engine's threads have the host's cores."""
         if self._cores is not None:
             with self._budget.waiting():  # who has the cores may need attention computed here
-                self._cores.acquire(urgent=any(isinstance(group, TokenRows) for group in iteration.groups))
+                self._cores.acquire(urgent=urgent)
         self._team.begin()
         try:
             yield

@@ -117,7 +117,7 @@ class Iteration:
         finally:
             for group in opened:
                 group.close()
-        self.timing.seconds = time.monotonic() - began_s
+            self.timing.seconds = time.monotonic() - began_s
         return tokens
 
     def withdraw(self, group: Rows) -> None:

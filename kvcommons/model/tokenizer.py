@@ -74,6 +74,10 @@ class Tokenizer:
         )
         return cls(source, eos_ids=frozenset(eos_ids), named=named)
 
+    def has_tokens_of(self, other: Tokenizer) -> bool:
+        """Whether each token is the same one in both."""
+        return bool(self._markup.get_vocab() == other._markup.get_vocab())
+
     @property
     def vocab_size(self) -> int:
         """Added tokens included."""

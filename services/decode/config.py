@@ -44,6 +44,9 @@ class DecodeConfig:
     # Of a sequence in an iteration: what may come next, by what was said before, is verified beside its last
     # token, as much of it as pays by what was measured; 0: nothing.
     max_draft_tokens: Annotated[int, Ge(0), Le(32)] = 16
+    # A smaller model with the same tokenizer, which drafts what was not said before; "": none. It has as much
+    # room for KV, in tokens.
+    draft_model: str = ""
     max_sequences: Annotated[int, Ge(1)] = 256  # held at once, those that wait for their prompt included
     attend_deadline_s: Annotated[float, Gt(0)] = 2.0  # an iteration waits so long for other holders
     fetch_deadline_s: Annotated[float, Gt(0)] = 5.0  # for history from the kvstore; then prefill pushes it
@@ -59,6 +62,10 @@ class DecodeConfig:
     save_buffer_bytes: Annotated[int, Gt(0)] = 256 << 20  # KV on its way to the kvstore; more is not saved
 
     def __post_init__(self) -> None:
+        if self.draft_model and not self.max_draft_tokens:
+            raise ValueError("draft_model is of no use with max_draft_tokens = 0: set it, or leave it out")
+        if self.draft_model and self.replicas:
+            raise ValueError("draft_model is not there with replicas, which verify no drafts: leave it out")
         if self.shape.members == 1:
             return
         name = "stages" if self.shape.stages > 1 else "tensor"
@@ -69,5 +76,7 @@ class DecodeConfig:
             raise ValueError(f'pipelining = "on" {alone}: batches alternate in stages by themselves')
         if self.mini_batches:
             raise ValueError(f"mini_batches {alone}: each stage sends a holder one message a layer")
+        if self.draft_model:
+            raise ValueError(f"draft_model {alone}: no drafts are verified in them")
         if self.core_lock:
             raise ValueError(f"core_lock {alone}: all of its processes compute at the same time")

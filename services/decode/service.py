@@ -18,6 +18,7 @@ from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.calibration import calibrated
 from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock, CoreLockCollector
+from kvcommons.engine.drafts.model import DraftModel, load_draft_model
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_costs import IterationWork
@@ -96,6 +97,7 @@ class DecodeParts:
         share: StageShare,
         ranks: RankGroup | None,
         changed: Callable[[], None],
+        draft_model: DraftModel | None,
     ) -> None:
         """`share`: which stage this is of which. `changed` is called, on any thread, when its stages have
         come together, or apart."""
@@ -188,6 +190,7 @@ class DecodeParts:
             prompts=prompts,
             predictor=predictor,
             max_draft_tokens=config.max_draft_tokens,
+            draft_model=draft_model,
             tbt_objective_s=config.tbt_objective_s,
             may_borrow=placement.borrows,
             attend_deadline_s=config.attend_deadline_s,
@@ -491,7 +494,14 @@ async def serve(config: DecodeConfig, process: Process) -> None:
                 config.tbt_objective_s,
                 token_s,
             )
-        parts = DecodeParts(config, core, predictor, process, lending, prefill_metrics, share, ranks, changed)
+        draft_model = None
+        if config.draft_model:
+            draft_model = await asyncio.to_thread(
+                load_draft_model, config.engine, core, config.draft_model, config.max_draft_tokens
+            )
+        parts = DecodeParts(
+            config, core, predictor, process, lending, prefill_metrics, share, ranks, changed, draft_model
+        )
         parts.start()
         if parts.group is not None:
             formation = Formation(parts.group, share, core.info.fingerprint, directory)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from kvcommons.engine.drafts import speculation
+from kvcommons.engine.drafts.model import DraftModel
 from kvcommons.engine.iteration import Iteration
 from tests.contract.engine_stack import Stack
+from tests.waiting import eventually
 
 MOST = 6  # drafts of a sequence in an iteration
 
@@ -55,3 +57,10 @@ def outcome(engines: Stack, name: str = "decode") -> tuple[float, float]:
     of = "kvcommons_draft_tokens_total"
     found = [registry.get_sample_value(of, {"outcome": one}) or 0.0 for one in ("accepted", "rejected")]
     return found[0], found[1]
+
+
+async def nothing_is_left(engines: Stack, loaded: Sequence[DraftModel]) -> None:
+    """Neither in the decode instance nor in draft models."""
+    await engines.idle("decode")
+    for one in loaded:
+        await eventually(lambda one=one: not (one._core.allocator.in_use or one._followed or one._given_up))

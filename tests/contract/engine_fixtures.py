@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvcommons.engine.drafts import speculation
-from kvcommons.engine.drafts.choice import Candidate
+from kvcommons.engine.drafts.choice import Candidate, Depth
+from kvcommons.engine.drafts.model import DraftModel, load_draft_model
 from tests.contract.engine_stack import SlowIterations, Stack, scale_calls
 from tests.contract.engine_turns import Reference
 from tests.machine import scaled
@@ -65,3 +66,18 @@ def all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
         return {key: len(one.chances) for key, one in candidates.items()}
 
     monkeypatch.setattr(speculation, "choose", choose)
+
+
+@pytest.fixture
+def drafting(monkeypatch: pytest.MonkeyPatch, all_drafts: None) -> list[DraftModel]:
+    """Draft models that instances load: whatever it costs here, they are asked for four drafts of each
+    sequence, and all are verified."""
+    loaded: list[DraftModel] = []
+
+    def load(*arguments: Any) -> DraftModel:
+        loaded.append(load_draft_model(*arguments))
+        return loaded[-1]
+
+    monkeypatch.setattr(speculation, "draft_depth", lambda *_, **__: Depth(drafts=4, saved_s=1e9))
+    monkeypatch.setattr("services.decode.service.load_draft_model", load)
+    return loaded

@@ -383,6 +383,7 @@ async def test_what_cannot_be_divided_is_refused(engines: Stack, shape: dict[str
         ({"pipelining": "on"}, "pipelining"),
         ({"mini_batches": 2}, "mini_batches"),
         ({"core_lock": "/tmp/cores"}, "core_lock"),
+        ({"draft_model": "/a/model"}, "draft_model"),
     ],
 )
 async def test_what_stages_do_not_do_is_named(

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 from llguidance import LLParserLimits
 
+from kvcommons.engine.drafts.model import DraftModel
 from kvcommons.errors import Internal, InvalidInput, KVCommonsError, Unprocessable
 from kvcommons.grammar import compiled, sources
 from kvcommons.grammar.grammars import Grammars
@@ -20,7 +21,7 @@ from kvcommons.model.synthetic import write_random_folder
 from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb import common_pb2, prefill_pb2
 from kvcommons.token_ids import packed
-from tests.contract.engine_drafts import foreseen, outcome
+from tests.contract.engine_drafts import foreseen, nothing_is_left, outcome
 from tests.contract.engine_stack import Stack, scale_calls
 from tests.contract.engine_turns import Reference, Turn, compute, prompt, turn
 from tests.machine import scaled
@@ -175,6 +176,17 @@ async def test_drafts_keep_to_a_grammar(engines: Stack) -> None:
     assert accepted > 40
     assert rejected < accepted / 2, "what the grammar does not allow is no draft"
     await engines.idle("decode")
+
+
+async def test_drafts_of_a_model_keep_to_a_grammar(engines: Stack, drafting: list[DraftModel]) -> None:
+    """The draft model knows nothing of it: what it does not allow is no draft."""
+    prefill, plain = await engines.prefill(), await engines.decode("plain", max_draft_tokens=0)
+    decode = await engines.decode(max_draft_tokens=6, draft_model=str(engines.folder))
+    expected = await asyncio.gather(*(one.run() for one in turns(prefill, plain, engines)))
+    made = await asyncio.gather(*(one.run() for one in turns(prefill, decode, engines)))
+    assert [one.tokens for one in made] == [one.tokens for one in expected]
+    assert sum(outcome(engines)) > 0
+    await nothing_is_left(engines, drafting)
 
 
 @pytest.mark.usefixtures("all_drafts")

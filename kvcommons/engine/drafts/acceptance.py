@@ -1,8 +1,9 @@
-"""How likely it is that a draft is the token that comes: learnt by each sequence, for free. Pure.
+"""How likely it is that a draft is the token that comes. Pure.
 
 A match is looked for before each token, whether or not its drafts are verified then: what comes next shows
-whether they would have been right. So a sequence in which drafts do not pay costs a look-up a token and no
-row of an iteration, and yet it is known at once when they begin to.
+whether they would have been right. So a sequence in which they do not pay costs a look-up a token and no row
+of an iteration, and yet it is known at once when they begin to. A draft model is not asked for nothing: what
+is known of it fades instead.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _BUCKETS = tuple(max(bisect_right(_LENGTHS, length) - 1, 0) for length in range(
 
 
 class Acceptance:
-    """Of one sequence's drafts, by the length of the match that they follow. Each further draft follows a
-    match that is one token longer."""
+    """Of one sequence's drafts that were found in a text, by the length of the match that they follow. Each
+    further draft follows a match that is one token longer."""
 
     def __init__(self) -> None:
         self._right = [_EXPECTED_WEIGHT * share for share in _EXPECTED]
@@ -47,3 +48,32 @@ class Acceptance:
             chance *= self._right[bucket] / self._seen[bucket]
             chances.append(chance)
         return chances
+
+
+_AGREES = 0.6  # how often a draft model is expected to be right before anything was seen: a guess
+_FADES = 0.998  # of what it has shown, with each token for which it was not asked
+
+
+class Agreement:
+    """How often what a draft model samples is what comes, of one sequence or of all."""
+
+    def __init__(self, *, kept: float, expected: float = _AGREES) -> None:
+        """`kept`: of an observation's weight, by the next one. `expected` counts as a few observations, and
+        as all of them once they have faded: a model that was not worth asking is asked again."""
+        self._kept, self._expected = kept, expected
+        self._right = self._seen = 0.0
+
+    @property
+    def share(self) -> float:
+        return (self._right + _EXPECTED_WEIGHT * self._expected) / (self._seen + _EXPECTED_WEIGHT)
+
+    def learn(self, drafts: Sequence[int], came: Sequence[int]) -> None:
+        """`came` is what came where it had sampled `drafts`, up to now."""
+        for draft, token in zip(drafts, came, strict=False):
+            self._right = self._kept * self._right + (draft == token)
+            self._seen = self._kept * self._seen + 1.0
+            if draft != token:
+                return
+
+    def fade(self) -> None:
+        self._right, self._seen = _FADES * self._right, _FADES * self._seen

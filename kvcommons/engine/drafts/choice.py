@@ -53,6 +53,50 @@ class Candidate:
     read_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Depth:
+    """Of how many tokens a draft model is asked for each sequence, and how much sooner one comes then."""
+
+    drafts: int = 0
+    saved_s: float = 0.0
+
+
+def draft_depth(
+    chances: Sequence[float],
+    read_bytes: int,
+    base: IterationWork,
+    times: RowSeconds,
+    *,
+    step_s: float,
+    most: int,
+    objective_s: float,
+) -> Depth:
+    """`chances`: of each sequence that it may be asked for, that a draft is right, wherever it stands. A row
+    of each of them reads `read_bytes` together, and a draft of each takes the draft model `step_s`. `base` is
+    the iteration without drafts, of these sequences and of others. Of all depths that with the most tokens a
+    second, and none that takes longer than `objective_s`."""
+    base_s = times.seconds(base)
+    best = Depth()
+    if not base_s or not chances:
+        return best
+    alone_s, tokens, right = base_s / base.rows, float(base.rows), [1.0] * len(chances)
+    least_s = alone_s / _GAIN_MIN
+    for depth in range(1, min(most, ROWS_MAX // len(chances)) + 1):
+        right = [before * chance for before, chance in zip(right, chances, strict=True)]
+        tokens += sum(right)
+        if sum(right) * alone_s < step_s:
+            break  # it saves less than it takes, and so does each one behind it
+        rows = base.rows + depth * len(chances)
+        work = replace(base, rows=rows, read_bytes=base.read_bytes + depth * read_bytes)
+        seconds = times.seconds(work) + depth * step_s
+        if seconds > objective_s > base_s:
+            break
+        if seconds / tokens < least_s:
+            least_s = seconds / tokens
+            best = Depth(drafts=depth, saved_s=alone_s - least_s)
+    return best
+
+
 def choose(
     candidates: Mapping[int, Candidate], base: IterationWork, times: RowSeconds, *, objective_s: float
 ) -> dict[int, int]:

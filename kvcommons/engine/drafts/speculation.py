@@ -1,16 +1,19 @@
 """What an engine has of drafts: for each sequence that generates, the index of its own tokens, what its
-request predicts, what its tenant's answers were, and how often drafts from each were right."""
+request predicts, what its tenant's answers were, and how often drafts from each were right; and a draft
+model, where there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import takewhile
 
 from kvcommons.engine.batch import Batch
 from kvcommons.engine.drafts.acceptance import Acceptance
-from kvcommons.engine.drafts.choice import Candidate, RowSeconds, choose
+from kvcommons.engine.drafts.choice import Candidate, Depth, RowSeconds, choose, draft_depth
 from kvcommons.engine.drafts.history import AnswerHistory
 from kvcommons.engine.drafts.index import DraftIndex, copied
+from kvcommons.engine.drafts.model import DraftModel
 from kvcommons.engine.drafts.prediction import PredictedAnswer, mark_predicted
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.predictor import Predictor
@@ -22,6 +25,11 @@ from kvcommons.pb import common_pb2 as pb
 # row is looked at after two tokens instead of each, then after three, at most after so many.
 _VAIN_LOOKS = 8
 _APART_MAX = 4
+# A draft model that has to catch up with a sequence first is to save as much within so many more tokens.
+_PAID_BACK_TOKENS = 128
+_CATCH_UP_SHARE = 0.5  # of the objective between tokens, that it catches up in at once
+
+_Drafts = tuple[Sequence[int], Sequence[float]]  # and the chance of each, with all before it
 
 
 class _Source:
@@ -69,7 +77,7 @@ class _SequenceDrafts:
         """Whether of the last drafts any are verified."""
         self._vain = 0 if pays else self._vain + 1
 
-    def next(self, most: int) -> tuple[Sequence[int], Sequence[float]]:
+    def next(self, most: int) -> _Drafts:
         """Takes in what came since, and drafts at most so many tokens, with the chance of each: from where
         more of them are expected to come."""
         tokens = self._sequence.tokens
@@ -107,43 +115,54 @@ class _SequenceDrafts:
         return self._history.drafts(self._sequence.request.tenant, self._sequence.tokens, most)
 
 
+def _expected(chance: float, most: int) -> float:
+    """How many of so many drafts come, one behind the other."""
+    return sum(chance**count for count in range(1, most + 1))
+
+
 class Speculation:
     """Belongs to the engine's thread."""
 
     def __init__(
-        self, predictor: Predictor, *, max_draft_tokens: int, tbt_objective_s: float, token_bytes: int
+        self,
+        predictor: Predictor,
+        *,
+        max_draft_tokens: int,
+        tbt_objective_s: float,
+        token_bytes: int,
+        model: DraftModel | None = None,
     ) -> None:
         """At most `max_draft_tokens` of a sequence in an iteration. `tbt_objective_s`: between tokens, of a
-        sequence that was promised nothing else. `token_bytes`: of a token's KV in all layers."""
+        sequence that was promised nothing else. `token_bytes`: of a token's KV in all layers. `model` drafts
+        where nothing is found."""
         self._most = max_draft_tokens
         self._tbt_objective_s = tbt_objective_s
         self._token_bytes = token_bytes
         self._times = RowSeconds(predictor)
         self._sequences: dict[int, _SequenceDrafts] = {}
         self._history = AnswerHistory()
+        self._model = model
 
     def drafts(
-        self, sequences: Sequence[Generating], grow: Callable[[Generating], None]
+        self,
+        sequences: Sequence[Generating],
+        grow: Callable[[Generating], None],
+        cores: Callable[[], AbstractContextManager[None]],
     ) -> dict[int, Sequence[int]]:
         """By key, for the next iteration of these sequences; none where any of them has KV elsewhere. `grow`
-        gives a sequence, whose blocks have no room for its drafts, a block more, if there are enough."""
+        gives a sequence, whose blocks have no room for its drafts, a block more, if there are enough. A draft
+        model computes with the host's `cores`."""
         if any(isinstance(run, RemoteRun) for one in sequences for run in one.runs):
             return {}
-        looked: list[int] = []
+        looked = self._looked_up(sequences)
+        drafted = self._by_model(sequences, looked, cores)
         found: dict[int, Sequence[int]] = {}
         candidates: dict[int, Candidate] = {}
         for one in sequences:
-            known = self._sequences.get(one.key)
-            if known is None:
-                known = self._sequences[one.key] = _SequenceDrafts(one, self._history)
-            if not known.due:
-                continue
-            looked.append(one.key)
-            drafts, chances = known.next(self._most)
+            drafts, chances = drafted.get(one.key) or looked.get(one.key) or ((), ())
             if len(drafts) > one.unfilled:
                 grow(one)
-            drafts = one.verifiable(drafts)
-            if drafts:
+            if drafts := one.verifiable(drafts):
                 found[one.key] = drafts
                 candidates[one.key] = Candidate(
                     chances=chances[: len(drafts)],
@@ -151,8 +170,69 @@ class Speculation:
                 )
         chosen = self._choose(candidates, sequences) if found else {}
         for key in looked:
-            self._sequences[key].looked(pays=chosen.get(key, 0) > 0)
+            self._sequences[key].looked(pays=chosen.get(key, 0) > 0 and key not in drafted)
         return {key: found[key][:count] for key, count in chosen.items()}
+
+    def _looked_up(self, sequences: Sequence[Generating]) -> dict[int, _Drafts]:
+        """By key, of those that are looked at now."""
+        looked: dict[int, _Drafts] = {}
+        for one in sequences:
+            known = self._sequences.get(one.key)
+            if known is None:
+                known = self._sequences[one.key] = _SequenceDrafts(one, self._history)
+            if known.due:
+                looked[one.key] = known.next(self._most)
+        return looked
+
+    def _by_model(
+        self,
+        sequences: Sequence[Generating],
+        looked: Mapping[int, _Drafts],
+        cores: Callable[[], AbstractContextManager[None]],
+    ) -> dict[int, _Drafts]:
+        """By key, of sequences of which the draft model is expected to know more than was found."""
+        if self._model is None:
+            return {}
+        model, chances = self._model, dict[int, float]()
+        for one in sequences:
+            chance = model.chance(one)
+            found = sum(looked[one.key][1]) if one.key in looked else 0.0
+            ends = len(one.tokens) + 1 >= one.request.max_position
+            if not ends and _expected(chance, self._most) > found:
+                chances[one.key] = chance
+        asked = [one for one in sequences if one.key in chances]
+        objective_s = self._objective_s(sequences)
+        depth = draft_depth(
+            list(chances.values()),
+            sum(len(one.tokens) for one in asked) * self._token_bytes,
+            self._work(sequences),
+            self._times,
+            step_s=model.step_seconds(asked),
+            most=self._most,
+            objective_s=objective_s,
+        )
+        if not depth.drafts:
+            model.rest(asked)
+            return {}
+        with cores():
+            drafts = self._ask(model, asked, depth, objective_s)
+        return {
+            key: (some, [chances[key] ** count for count in range(1, len(some) + 1)])
+            for key, some in drafts.items()
+        }
+
+    def _ask(
+        self, model: DraftModel, sequences: Sequence[Generating], depth: Depth, objective_s: float
+    ) -> Mapping[int, Sequence[int]]:
+        """Drafts of the sequences with which it has caught up; of the others one comes nearer."""
+        followed = [one for one in sequences if model.follow(one)]
+        ready = [one for one in followed if model.ready(one)]
+        for one in followed:
+            left = min(one.request.max_position - len(one.tokens), _PAID_BACK_TOKENS)
+            if not model.ready(one) and model.catch_up_seconds(one) < left * depth.saved_s:
+                model.catch_up(one, objective_s * _CATCH_UP_SHARE)
+                break
+        return model.draft(ready, depth.drafts) if ready else {}
 
     def _choose(
         self, candidates: Mapping[int, Candidate], sequences: Sequence[Generating]
@@ -177,6 +257,8 @@ class Speculation:
         known = self._sequences.pop(key, None)
         if known is not None:
             known.ended()
+        if self._model is not None:
+            self._model.leave(key)
 
     def _work(self, sequences: Sequence[Generating]) -> IterationWork:
         """Without drafts."""

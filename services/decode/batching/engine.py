@@ -7,6 +7,7 @@ import math
 from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics
 from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock
+from kvcommons.engine.drafts.model import DraftModel
 from kvcommons.engine.drafts.speculation import Speculation
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.executor import Composer, Executor
@@ -40,6 +41,7 @@ def decode_engine(
     prompts: Prompts | None = None,
     predictor: Predictor | None = None,
     max_draft_tokens: int = 0,
+    draft_model: DraftModel | None = None,
     tbt_objective_s: float = math.inf,
     cores: CoreLock | None = None,
     stages: StageGroup | None = None,
@@ -49,7 +51,7 @@ def decode_engine(
     does it where it pays. With `rotation` the batches of several instances alternate instead. `prompts` are
     those of `scheduler`, where some are computed here. At most `max_draft_tokens` of a sequence are verified
     in an iteration, which keeps to `tbt_objective_s`, or to what its sequences were promised; none in stages
-    or with `rotation`. `cores` is given where other engines of the host
+    or with `rotation`; `draft_model` is asked for some. `cores` is given where other engines of the host
     share them; staggered batches do not wait for it. With `stages` this is the first of several, and batches
     alternate in them."""
     remote = RemoteAttention(core.layout, core.backend, budget, MiniBatches(mini_batches))
@@ -63,6 +65,7 @@ def decode_engine(
             max_draft_tokens=max_draft_tokens,
             tbt_objective_s=tbt_objective_s,
             token_bytes=core.layout.block_bytes // core.block_tokens,
+            model=draft_model,
         )
     if stages is not None:
         executor = Pipelined(core, composer, stages)

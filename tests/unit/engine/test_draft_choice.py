@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvcommons.engine.drafts.choice import ROWS_MAX, Candidate, RowSeconds, choose
+from kvcommons.engine.drafts.acceptance import Agreement
+from kvcommons.engine.drafts.choice import ROWS_MAX, Candidate, Depth, RowSeconds, choose, draft_depth
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.predictor import Predictor
 
@@ -93,3 +94,52 @@ def test_a_slow_moment_is_forgotten() -> None:
             known.learn(replace(ONE, rows=2), 0.06)
         known.learn(ONE, 0.021)
     assert 0 < tried < 200, "less than one iteration of a hundred"
+
+
+def depth_of(*chances: float, step_s: float, row_s: float = 0.0005, objective_s: float = FOREVER) -> Depth:
+    base = IterationWork(rows=len(chances))
+    known = times(row_s)
+    return draft_depth(chances, 0, base, known, step_s=step_s, most=16, objective_s=objective_s)
+
+
+def test_a_draft_model_is_asked_for_as_many_as_pay_for_its_steps() -> None:
+    sure, likely, rarely = (depth_of(chance, step_s=0.002) for chance in (0.97, 0.7, 0.15))
+    assert sure.drafts > likely.drafts > rarely.drafts == 0
+    assert sure.saved_s > likely.saved_s > rarely.saved_s == 0.0
+    assert depth_of(0.7, step_s=0.02).drafts == 0, "it takes as long as the model itself"
+    assert depth_of(1.0, step_s=0.0).drafts == 16
+    by_hand = (0.0205 + 0.0025 * 1) / 1.7
+    assert depth_of(0.7, step_s=0.002).saved_s >= 0.0205 - by_hand > 0
+
+
+def test_a_draft_model_is_asked_for_no_more_rows_than_there_are() -> None:
+    for sequences in (1, 8, 32, 40):
+        asked = depth_of(*[0.99] * sequences, step_s=0.0001, row_s=0.00001).drafts
+        assert asked * sequences <= ROWS_MAX
+        assert (asked > 0) == (sequences <= ROWS_MAX)
+
+
+def test_a_draft_model_keeps_the_objective() -> None:
+    asked = depth_of(0.95, step_s=0.002, objective_s=0.03).drafts
+    assert 0 < asked <= 3
+    assert depth_of(0.95, step_s=0.002, objective_s=0.01).drafts > 3, "which is missed anyway"
+    assert draft_depth([], 0, ONE, times(0.001), step_s=0.0, most=4, objective_s=1.0) == Depth()
+    unknown = RowSeconds(Predictor())
+    assert draft_depth([1.0], 0, ONE, unknown, step_s=0.0, most=4, objective_s=1.0) == Depth()
+
+
+def test_what_a_draft_model_has_shown_counts_until_it_fades() -> None:
+    made = Agreement(kept=0.97, expected=0.5)
+    assert made.share == 0.5
+    made.learn([1, 2, 3], [1, 2, 4, 5])
+    assert made.share == (1.5 + 0.97 + 0.97**2) / (3 + 1 + 0.97 + 0.97**2)
+    for _ in range(100):
+        made.learn([1], [2])
+    assert made.share < 0.1
+    for _ in range(200):
+        made.fade()
+    low = made.share
+    assert low < 0.12
+    for _ in range(4000):
+        made.fade()
+    assert 0.49 < made.share < 0.5

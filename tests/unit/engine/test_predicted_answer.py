@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from kvcommons.backend.choice import choose
@@ -136,7 +138,7 @@ def generating(key: int, answer: list[int], prediction: list[int], prompt: list[
 
 
 def found(drafting: Speculation, *sequences: Sequence) -> dict[int, list[int]]:
-    return {key: list(some) for key, some in drafting.drafts(sequences, lambda _: None).items()}
+    return {key: list(some) for key, some in drafting.drafts(sequences, lambda _: None, nullcontext).items()}
 
 
 def test_a_resumed_answer_goes_on_behind_what_came_of_it(drafting: Speculation) -> None:
