@@ -90,12 +90,13 @@ bench: $(STAMP) ## kvcommons bench sessions; ARGS=first-token for another one
 
 # Each of them by itself: one that fails leaves the others.
 GPU_MODEL ?= 8b
-bench-gpu: $(STAMP) ## all that is measured on an NVIDIA GPU, into build/gpu; GPU_MODEL=34m for a small one
+# GPU_RUN="python3 -m devstack": a machine that has all but a network has no use for .venv.
+bench-gpu: $(if $(GPU_RUN),,$(STAMP)) ## what is measured on an NVIDIA GPU, into build/gpu; GPU_MODEL=34m for a small one
 	@mkdir -p build/gpu
 	@failed=; for one in gpu "mixed-iterations --device cuda --random-model $(GPU_MODEL)" \
-	  "peers --device cuda --random-model $(GPU_MODEL) --with transformers --rounds 2 --answer 64"; do \
+	  "peers --device cuda --random-model $(GPU_MODEL) --with transformers --cells 3 6 8 --rounds 4 --answer 64"; do \
 	  name=build/gpu/$${one%% *}; echo "kvcommons bench $$one: $$name.json"; \
-	  $(BIN)/kvcommons bench $$one --json $$name.json > $$name.log 2>&1 || { tail -n 3 $$name.log; failed=1; }; \
+	  $(or $(GPU_RUN),$(BIN)/kvcommons) bench $$one --json $$name.json > $$name.log 2>&1 || { tail -n 3 $$name.log; failed=1; }; \
 	done; test -z "$$failed"
 
 protos: $(STAMP) ## makes kvcommons/pb anew after a change in protos

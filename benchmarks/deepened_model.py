@@ -17,10 +17,13 @@ _ADDING = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 def write_deepened_model(folder: Path, model: Path, times: int) -> Path:
     """A new folder in `folder`: each layer of `model` is followed by so many copies, less one, that add a
-    fifth of it. Raises InvalidInput for a folder whose weights are not one file."""
+    fifth of it. Raises InvalidInput for less than two times, and for a folder whose weights
+    are not one file."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
+    if times < 2:
+        raise InvalidInput(f"{times} times its layers are no more: ask for 2 or more", param="deepen")
     weights = model / "model.safetensors"
     if not weights.is_file():
         raise InvalidInput(f"{model} has no model.safetensors: name a model of one file", param="model")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from benchmarks.limits import host_rates
 from benchmarks.mixed_iterations import MixedIterations, Point
 from benchmarks.peers.bounds import Rates, Rows, bound
+from benchmarks.peers.instruction_sets import INSTRUCTION_SETS, named, narrow
 from benchmarks.plot import panels
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row
@@ -74,6 +75,7 @@ def add(
     )  # fmt: skip
     parser.add_argument("--chunks", nargs="*", metavar="TOKENSxCONTEXT", default=["512x0", "512x1536"])
     parser.add_argument("--rounds", type=int, default=12, metavar="N")
+    parser.add_argument("--narrow", choices=INSTRUCTION_SETS, help="use no instructions wider than these")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N")
     add_outputs(parser)
     parser.set_defaults(run=_run, draw=_draw)
@@ -93,6 +95,7 @@ def _pair(written: str) -> tuple[int, int]:
 
 
 def _run(options: argparse.Namespace, progress: Progress) -> Report:
+    narrow(options.narrow)
     import torch
 
     from kvcommons.engine.core import load_core
@@ -115,7 +118,9 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         )  # fmt: skip
         taken_s = measure(core, cells, options.rounds, progress)
         spec = ModelSpec.read(model)
-    title = f"{options.random_model}, bfloat16, {options.threads} threads; {rates.words}"
+    title = (
+        f"{options.random_model}, bfloat16, {options.threads} threads{named(options.narrow)}; {rates.words}"
+    )
     return summarise(title, spec, rates, taken_s)
 
 

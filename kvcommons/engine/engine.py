@@ -279,17 +279,19 @@ class Engine:
 
     @contextmanager
     def _computing(self, *, urgent: bool) -> Iterator[None]:
-        """This engine's threads have the host's cores."""
-        if self._cores is not None:
+        """This engine's threads have the host's cores: within an iteration that has them, they have them
+        already."""
+        cores = self._cores if self._cores is not None and not self._cores.held else None
+        if cores is not None:
             with self._budget.waiting():  # who has the cores may need attention computed here
-                self._cores.acquire(urgent=urgent)
+                cores.acquire(urgent=urgent)
         self._team.begin()
         try:
             yield
         finally:
             self._team.end()
-            if self._cores is not None:
-                self._cores.release()
+            if cores is not None:
+                cores.release()
 
     def between_layers(self, iteration: Iteration) -> None:
         """Attention for others that waits is computed while a chunk pauses, whose layers take long; commands

@@ -253,3 +253,13 @@ def test_an_engine_that_does_not_get_the_cores_computes_all_the_same(
     assert chunk.first is not None, chunk.error
     assert (chunk.first.token.token, chunk.layers) == token
     assert lock.timeouts
+
+
+def test_who_computes_within_an_iteration_has_its_cores(path: Path) -> None:
+    """As a draft model does for sequences that generate between the layers of a chunk."""
+    with closing(CoreLock(path)) as lock, creditor(Clock(), cores=lock) as made:
+        with made.engine._computing(urgent=False):
+            with made.engine._computing(urgent=True):
+                assert lock.held
+            assert lock.held, "the chunk goes on"
+        assert not lock.held
