@@ -47,5 +47,7 @@ def write_deepened_model(folder: Path, model: Path, times: int) -> Path:
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((model / "config.json").read_text())
     config["num_hidden_layers"] *= times
+    if kinds := config.get("layer_types"):
+        config["layer_types"] = [kind for kind in kinds for _ in range(times)]
     (made / "config.json").write_text(json.dumps(config))
     return made

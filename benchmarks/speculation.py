@@ -29,6 +29,7 @@ from benchmarks.report import Report, Row, geometric, p50
 from benchmarks.scraping import metric
 from devstack.rest import RestClient
 from devstack.running import RunningStack
+from kvcommons.errors import InvalidInput
 from kvcommons.model.chat import ChatTemplate
 from kvcommons.model.tokenizer import Tokenizer
 
@@ -104,6 +105,10 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         folder = Path(name)
         model, what = chosen_model(options, folder, progress)
         draft_model = options.draft_model or ""
+        if draft_model and options.deepen:
+            raise InvalidInput("--deepen names a draft model itself: leave out one of both", param="deepen")
+        if draft_model:
+            what = f"{what}, by drafts of {Path(draft_model).name}"
         if options.deepen:
             progress(f"writing {what} with {options.deepen} times its layers")
             draft_model, model = str(model), write_deepened_model(folder, model, options.deepen)

@@ -113,6 +113,7 @@ class Engine:
         self.predictor = predictor or (prompts.predictor if prompts is not None else Predictor())
         self._sequences: dict[int, Generating] = {}
         self._steps: dict[int, SequenceUpdate] = {}
+        self._drafting_s = 0.0  # that the last drafts took
         self._preempted_s = -PREEMPT_PAUSE_S
         self._reservations = self._reserved = 0  # begun, and ended
         self._reserving_s = 0.0  # since when there is always one under way
@@ -252,13 +253,19 @@ class Engine:
 
     def drafts(self, sequences: Sequence[Generating]) -> Mapping[int, Sequence[int]]:
         if self._speculation is None or not sequences:
+            self._drafting_s = 0.0
             return {}
-        return self._speculation.drafts(sequences, self._grow_ahead, partial(self._computing, urgent=True))
+        began_s, cores = time.monotonic(), partial(self._computing, urgent=True)
+        drafts = self._speculation.drafts(sequences, self._grow_ahead, cores)
+        self._drafting_s = time.monotonic() - began_s
+        return drafts
 
     def spans(self, *, beside: IterationWork, objectives_s: Collection[float] = ()) -> Sequence[PromptSpan]:
         if not self._prompts:
             return ()
-        return self._prompts.spans(self._fail, beside=beside, objectives_s=objectives_s)
+        return self._prompts.spans(
+            self._fail, beside=beside, objectives_s=objectives_s, spent_s=self._drafting_s
+        )
 
     def prompts(self) -> bool:
         return bool(self._prompts)
@@ -322,7 +329,7 @@ class Engine:
     def took(self, iteration: Iteration) -> None:
         spans = [group for group in iteration.groups if isinstance(group, PromptSpan)]
         computed_s = iteration.timing.own_s - sum(span.waited_s for span in spans)
-        self._budget.iterated(computed_s)
+        self._budget.iterated(computed_s + self._drafting_s)
         reads = any(span.wanted_logprobs() is not None for span in spans)  # logits of each of its rows
         if not iteration.failures and not reads:
             self.predictor.learn(iteration.work, computed_s - iteration.timing.waiting_s)

@@ -144,11 +144,17 @@ class Prompts:
                     break
 
     def spans(
-        self, fail: Fail, *, beside: IterationWork, objectives_s: Collection[float] = (0.0,)
+        self,
+        fail: Fail,
+        *,
+        beside: IterationWork,
+        objectives_s: Collection[float] = (0.0,),
+        spent_s: float = 0.0,
     ) -> list[PromptSpan]:
         """Of the next iteration, `beside` what sequences that generate have in it, which are promised a token
-        within `objectives_s` (0: as the settings have it). An `exclusive` prompt is the only one."""
-        generates, budget = beside.rows > 0, self._budget(beside, objectives_s)
+        within `objectives_s` (0: as the settings have it), of which so much is spent already. An `exclusive`
+        prompt is the only one."""
+        generates, budget = beside.rows > 0, self._budget(beside, objectives_s, spent_s)
 
         def ready(key: int) -> bool:
             found = self.preloading.ready(self._prompts[key], whole=generates)
@@ -261,7 +267,7 @@ class Prompts:
         with idle:
             self.preloading.await_layer(prompt, layer)
 
-    def _budget(self, beside: IterationWork, objectives_s: Collection[float]) -> ChunkBudget:
+    def _budget(self, beside: IterationWork, objectives_s: Collection[float], spent_s: float) -> ChunkBudget:
         """Of the next iteration: the strictest of the objectives counts. Half of it is left to others where
         they wait, for nobody knows when they ask."""
         promised_s = [one or self._tbt_objective_s for one in objectives_s] if beside.rows else []
@@ -269,7 +275,8 @@ class Prompts:
             objective_s = min([self._tbt_objective_s, *promised_s]) / 2
         else:
             objective_s = min(promised_s, default=math.inf)
-        return ChunkBudget(self.predictor, beside, objective_s=objective_s, chunk_tokens=self._chunk_tokens)
+        left_s = max(objective_s - spent_s, 0.0)
+        return ChunkBudget(self.predictor, beside, objective_s=left_s, chunk_tokens=self._chunk_tokens)
 
     def _begin(self, prompt: Prompt) -> None:
         prompt.save_from = prompt.request.matched_blocks

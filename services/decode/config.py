@@ -66,6 +66,8 @@ class DecodeConfig:
             raise ValueError("draft_model is of no use with max_draft_tokens = 0: set it, or leave it out")
         if self.draft_model and self.replicas:
             raise ValueError("draft_model is not there with replicas, which verify no drafts: leave it out")
+        if self.draft_model and self.pipelining == "on":
+            raise ValueError('draft_model is not there with pipelining = "on": no drafts are verified then')
         if self.shape.members == 1:
             return
         name = "stages" if self.shape.stages > 1 else "tensor"

@@ -497,7 +497,13 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         draft_model = None
         if config.draft_model:
             draft_model = await asyncio.to_thread(
-                load_draft_model, config.engine, core, config.draft_model, config.max_draft_tokens
+                load_draft_model,
+                config.engine,
+                core,
+                config.draft_model,
+                max_draft_tokens=config.max_draft_tokens,
+                chunk_tokens=config.chunk_tokens,
+                core_lock=config.core_lock,
             )
         parts = DecodeParts(
             config, core, predictor, process, lending, prefill_metrics, share, ranks, changed, draft_model

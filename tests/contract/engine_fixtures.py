@@ -74,8 +74,8 @@ def drafting(monkeypatch: pytest.MonkeyPatch, all_drafts: None) -> list[DraftMod
     sequence, and all are verified."""
     loaded: list[DraftModel] = []
 
-    def load(*arguments: Any) -> DraftModel:
-        loaded.append(load_draft_model(*arguments))
+    def load(*arguments: Any, **named: Any) -> DraftModel:
+        loaded.append(load_draft_model(*arguments, **named))
         return loaded[-1]
 
     monkeypatch.setattr(speculation, "draft_depth", lambda *_, **__: Depth(drafts=4, saved_s=1e9))

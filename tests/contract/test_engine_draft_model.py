@@ -130,13 +130,17 @@ async def test_a_draft_model_of_other_tokens_is_refused(engines: Stack, tmp_path
     core = draft_models.load_core(settings(engines.folder))
     own: EngineSettings = settings(engines.folder)
     with pytest.raises(InvalidInput, match="other tokens than") as refused:
-        draft_models.load_draft_model(own, core, str(folder), MOST)
+        draft_models.load_draft_model(own, core, str(folder), max_draft_tokens=MOST, chunk_tokens=64)
     assert refused.value.param == "draft_model"
     with pytest.raises(ModelNotFound, match="draft_model: there is no model folder"):
-        draft_models.load_draft_model(own, core, str(tmp_path / "nowhere"), MOST)
+        draft_models.load_draft_model(
+            own, core, str(tmp_path / "nowhere"), max_draft_tokens=MOST, chunk_tokens=64
+        )
 
 
-@pytest.mark.parametrize("changes", [{"max_draft_tokens": 0}, {"replicas": ("unix:/a", "unix:/b")}])
+@pytest.mark.parametrize(
+    "changes", [{"max_draft_tokens": 0}, {"replicas": ("unix:/a", "unix:/b")}, {"pipelining": "on"}]
+)
 async def test_where_nothing_is_verified_a_draft_model_is_refused(
     engines: Stack, changes: dict[str, Any]
 ) -> None:

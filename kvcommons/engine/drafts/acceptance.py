@@ -2,8 +2,8 @@
 
 A match is looked for before each token, whether or not its drafts are verified then: what comes next shows
 whether they would have been right. So a sequence in which they do not pay costs a look-up a token and no row
-of an iteration, and yet it is known at once when they begin to. A draft model is not asked for nothing: what
-is known of it fades instead.
+of an iteration, and yet it is known at once when they begin to. A draft model is asked where it pays alone:
+elsewhere what is known of it fades.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Acceptance:
 
 
 _AGREES = 0.6  # how often a draft model is expected to be right before anything was seen: a guess
-_FADES = 0.998  # of what it has shown, with each token for which it was not asked
+FADES = 0.998  # of what it has shown, with each token for which it was not asked
 
 
 class Agreement:
@@ -76,4 +76,4 @@ class Agreement:
                 return
 
     def fade(self) -> None:
-        self._right, self._seen = _FADES * self._right, _FADES * self._seen
+        self._right, self._seen = FADES * self._right, FADES * self._seen

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from kvcommons.engine.batch import Batch
+from kvcommons.engine.calibration import calibrated
+from kvcommons.engine.chunk_budget import ChunkBudget
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core, load_core
-from kvcommons.engine.drafts.acceptance import Agreement
+from kvcommons.engine.drafts.acceptance import FADES, Agreement
 from kvcommons.engine.executor import Composer
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_costs import IterationWork
@@ -35,10 +37,10 @@ from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
 from kvcommons.model.spec import ModelSpec, resolve_folder
 from kvcommons.model.tokenizer import Tokenizer
+from kvcommons.pb import common_pb2 as pb
 
 # Tokens behind the last one that it has computed, and still it drafts at once: more are a chunk.
 _ROWS_BEHIND = 17
-_CHUNK_MIN = 32
 _TEMPERATURE_MAX = 2.0  # above, all are alike
 _KEPT_OF_ALL, _KEPT_OF_ONE = 0.995, 0.97  # of what a draft has shown, by the next one
 
@@ -50,11 +52,15 @@ class _Followed:
 
     copy: Generating
     agreement: Agreement
+    vocab_size: int  # the draft model's
     drafts: list[int] = field(default_factory=list)
 
     @property
     def caught_up(self) -> bool:
         return self.copy.computed == len(self.copy.tokens) - 1
+
+    def knows(self, token: int) -> bool:
+        return token < self.vocab_size
 
     def take_in(self, tokens: Sequence[int]) -> list[int]:
         """The sequence has these tokens by now. Those that came behind the last drafts, if any did."""
@@ -64,16 +70,24 @@ class _Followed:
             right = 0
             while right < min(len(drafts) - 1, len(came)) and drafts[right] == came[right]:
                 right += 1
-            for token in came[: right + 1]:
+            for token in takewhile(self.knows, came[: right + 1]):
                 self.copy.append(token)
             self.agreement.learn(drafts, came)
         return came
 
 
-def load_draft_model(settings: EngineSettings, core: Core, model: str, max_draft_tokens: int) -> DraftModel:
+def load_draft_model(
+    settings: EngineSettings,
+    core: Core,
+    model: str,
+    *,
+    max_draft_tokens: int,
+    chunk_tokens: int,
+    core_lock: str = "",
+) -> DraftModel:
     """Of a folder or hub id. `settings` and `core` are those of the model that it drafts for; its own are the
-    same in all else. Takes seconds, so never on an event loop. Raises ModelNotFound, and InvalidInput for a
-    model that cannot be served or has other tokens."""
+    same in all else. Takes seconds, in which its iterations are measured, too: never on an event loop. Raises
+    ModelNotFound, and InvalidInput for a model that cannot be served or has other tokens."""
     try:
         folders = [resolve_folder(settings.model), resolve_folder(model)]
     except ModelNotFound as error:
@@ -90,21 +104,35 @@ def load_draft_model(settings: EngineSettings, core: Core, model: str, max_draft
             "the same tokenizer, or leave it out",
             param="draft_model",
         )
-    own = load_core(replace(settings, model=str(folders[1]), model_name=None))
-    return DraftModel(own, core.info.vocab_size, max_draft_tokens)
+    own_settings = replace(settings, model=str(folders[1]), model_name=None, predictor_file="")
+    own = load_core(own_settings)
+    predictor, _ = calibrated(
+        own, own_settings, chunk_tokens=chunk_tokens, generates=True, core_lock=core_lock
+    )
+    return DraftModel(own, predictor, core.info.vocab_size, max_draft_tokens, chunk_tokens)
 
 
 class DraftModel:
-    """Belongs to the engine's thread. Of sequences for which it has no room there are no drafts."""
+    """Belongs to the engine's thread. For sequences for which it has no room there are no drafts."""
 
-    def __init__(self, core: Core, vocab_size: int, max_draft_tokens: int) -> None:
-        """`core` is its own; `vocab_size` that of the model that it drafts for."""
+    def __init__(
+        self,
+        core: Core,
+        predictor: Predictor,
+        vocab_size: int,
+        max_draft_tokens: int,
+        chunk_tokens: int,
+    ) -> None:
+        """`core` and `predictor` are its own; `vocab_size` is that of the model that it drafts for. A chunk
+        has at most `chunk_tokens`."""
         self._core = core
+        self._predictor = predictor
         self._vocab_size = vocab_size
         self._most = max_draft_tokens
+        self._chunk_tokens = chunk_tokens
         remote = RemoteAttention(core.layout, core.backend, AttentionBudget(1.0))  # there is nobody
         self._composer = Composer(core, remote, attend_deadline_s=1.0)
-        self._predictor = Predictor()
+        self._rested = 1.0  # of what it takes, what is believed: less, the longer it was not asked
         self._agreements: dict[float, Agreement] = {}  # of all sequences, by temperature
         self._followed: dict[int, _Followed] = {}
         self._given_up: set[int] = set()
@@ -123,8 +151,9 @@ class DraftModel:
         return known.agreement.share
 
     def rest(self, sequences: Sequence[Generating]) -> None:
-        """It is not worth asking for drafts of these: what is known of them fades, so that it is asked
-        again."""
+        """It is not worth asking for drafts of these: what is known of them fades, and of what a draft takes,
+        so that it is asked again."""
+        self._rested *= FADES
         for one in sequences:
             self._agreement(one).fade()
             if (known := self._followed.get(one.key)) is not None:
@@ -133,12 +162,14 @@ class DraftModel:
     def step_seconds(self, sequences: Sequence[Generating]) -> float:
         """For a draft of each of these; 0 until that was measured."""
         tokens = sum(len(one.tokens) for one in sequences)
-        return self._predictor.seconds(
-            IterationWork(rows=len(sequences), read_bytes=tokens * self._token_bytes)
-        )
+        work = IterationWork(rows=len(sequences), read_bytes=tokens * self._token_bytes)
+        return self._predictor.seconds(work) * self._rested
 
     def follow(self, sequence: Generating) -> bool:
-        """Whether it has room for the sequence, and knows its tokens."""
+        """Whether it can have the sequence: all of its tokens are of its vocabulary, and within its
+        window. Not once it was given up."""
+        if sequence.key in self._given_up:
+            return False
         known = self._followed.get(sequence.key)
         if known is None:
             request = replace(
@@ -146,47 +177,70 @@ class DraftModel:
                 tokens=sequence.tokens[:],
                 truncated=WHOLE,  # to it what is left is a text of its own
                 sampling=replace(sequence.request.sampling, logprobs=False),
+                stop_token_ids=frozenset(filter(self._knows, sequence.request.stop_token_ids)),
             )
-            copy = Generating(
-                key=sequence.key, request=request, block_tokens=self._core.block_tokens, chain=sequence.chain
-            )
-            known = _Followed(copy, Agreement(expected=self._agreement(sequence).share, kept=_KEPT_OF_ONE))
+            size, share = self._core.block_tokens, self._agreement(sequence).share
+            copy = Generating(key=sequence.key, request=request, block_tokens=size, chain=sequence.chain)
+            agreement = Agreement(expected=share, kept=_KEPT_OF_ONE)
+            known = _Followed(copy, agreement, self._core.info.vocab_size)
             self._followed[sequence.key] = known
             news: Sequence[int] = sequence.tokens
         else:
             news = sequence.tokens[len(known.copy.tokens) :]
-        if not self._makes_room(known.copy, len(sequence.tokens)) or not self._knows(news):
-            self._give_up(sequence.key)
+        window = self._core.info.context_window
+        if len(sequence.tokens) + self._most > window or not self._knows(max(news, default=0)):
+            self.give_up(sequence.key)
             return False
         return True
 
     def ready(self, sequence: Generating) -> bool:
-        """Whether it has computed as much of a sequence that it follows as drafts are quick behind."""
-        known = self._followed[sequence.key]
-        return known.caught_up and len(sequence.tokens) - len(known.copy.tokens) < _ROWS_BEHIND
+        """Whether drafts are quick behind what it has computed of a sequence that it follows, and have
+        room."""
+        if self.lags(sequence):
+            return False
+        if self.has_room(sequence):
+            return True
+        self.give_up(sequence.key)  # what it has is of no use, and others have room then
+        return False
+
+    def lags(self, sequence: Generating) -> bool:
+        """Whether it has to catch up with a sequence that it follows before it is ready."""
+        known = self._followed.get(sequence.key)
+        return known is not None and not (
+            known.caught_up and len(sequence.tokens) - len(known.copy.tokens) < _ROWS_BEHIND
+        )
+
+    def has_room(self, sequence: Generating) -> bool:
+        """Whether it has blocks for a sequence that it follows, and for drafts behind it, or has them now."""
+        core, copy = self._core, self._followed[sequence.key].copy
+        lacking = -(-(len(sequence.tokens) + self._most) // core.block_tokens) - copy.blocks
+        if lacking > 0:
+            try:
+                blocks = core.allocator.allocate(lacking)
+            except CapacityExhausted:
+                return False
+            copy.append_run(LocalRun(first_block=copy.blocks, blocks=blocks))
+        return True
 
     def catch_up_seconds(self, sequence: Generating) -> float:
         """Until it is ready; 0 where that is not known."""
         return self._predictor.seconds(IterationWork.of_chunk(self._missing(sequence)))
 
     def catch_up(self, sequence: Generating, most_s: float) -> None:
-        """Computes the next chunk of a sequence that it follows, which takes so long at most, if it has
-        `_CHUNK_MIN` tokens by then."""
+        """Computes the next chunk of a sequence that it follows, and has room for: as long a one as takes
+        `most_s`, and not less than chunks of prompts have."""
         positions, copy = self._missing(sequence), self._followed[sequence.key].copy
-        while len(positions) > _CHUNK_MIN:
-            if self._predictor.seconds(IterationWork.of_chunk(positions)) <= most_s:
-                break
-            positions = positions[: max(len(positions) // 2, _CHUNK_MIN)]
-        iteration = Iteration(self._core, [_Chunk(self._core, copy, sequence.tokens, positions)])
-        if not self._carry_out(iteration):
-            self._give_up(sequence.key)
-            return
+        chunk = ChunkBudget(
+            self._predictor, IterationWork(), objective_s=most_s, chunk_tokens=self._chunk_tokens
+        )
+        positions = positions[: chunk.fit(positions.start, len(positions))]
+        self._carry_out(Iteration(self._core, [_Chunk(self._core, copy, sequence.tokens, positions)]))
         for token in sequence.tokens[len(copy.tokens) : positions.stop + 1]:
             copy.append(token)
         copy.computed = positions.stop
 
     def draft(self, sequences: Sequence[Generating], depth: int) -> dict[int, list[int]]:
-        """So many tokens of each sequence, by key; all are ready."""
+        """So many tokens of each sequence, by key; all are ready. Raises what computing them raised."""
         known = [self._followed[one.key] for one in sequences]
         ahead = [
             list(one.tokens[len(each.copy.tokens) :]) for one, each in zip(sequences, known, strict=True)
@@ -198,10 +252,6 @@ class DraftModel:
         ]
         for _ in range(depth):
             drawn = self._sampled(rows)
-            if drawn is None:
-                for one in sequences:
-                    self._give_up(one.key)
-                return {}
             for each, some in zip(known, ahead, strict=True):
                 token = drawn[each.copy.key]
                 each.drafts.append(token)
@@ -222,22 +272,25 @@ class DraftModel:
         if known is not None:
             self._core.allocator.release(known.copy.local_blocks())
 
-    def _sampled(self, rows: Sequence[tuple[Generating, Sequence[int]]]) -> dict[int, int] | None:
-        """What follows the last of each sequence's rows, by key; None where it could not be computed."""
+    def give_up(self, key: int) -> None:
+        """There are no drafts for it any more."""
+        self.leave(key)
+        self._given_up.add(key)
+
+    def _sampled(self, rows: Sequence[tuple[Generating, Sequence[int]]]) -> dict[int, int]:
+        """What follows the last of each sequence's rows, by key."""
         core = self._core
         batch = Batch([one for one, _ in rows], core.block_tokens, core.backend, [some for _, some in rows])
-        iteration = self._composer.iteration(batch)
-        tokens = self._carry_out(iteration)
-        if not tokens:
-            return None
-        return {one.key: token for (one, _), token in zip(rows, tokens[0], strict=True)}
+        (drawn,) = self._carry_out(self._composer.iteration(batch))
+        return {one.key: token.token for (one, _), token in zip(rows, drawn, strict=True)}
 
-    def _carry_out(self, iteration: Iteration) -> list[list[int]] | None:
-        drawn = iteration.run_or_fail()
-        if drawn is None or iteration.failures or any(one.HasField("error") for one in drawn[0]):
-            return None
+    def _carry_out(self, iteration: Iteration) -> list[list[pb.SampledToken]]:
+        tokens = iteration.run()
+        for failure in iteration.failures.values():
+            raise failure
         self._predictor.learn(iteration.work, iteration.timing.own_s)
-        return [[one.token for one in some] for some in drawn]
+        self._rested = 1.0
+        return tokens
 
     def _agreement(self, sequence: Generating) -> Agreement:
         """Of sequences that are sampled as freely: the more so, the less often both models draw the same."""
@@ -248,26 +301,8 @@ class DraftModel:
         """Tokens before its last one that are not computed."""
         return range(self._followed[sequence.key].copy.computed, len(sequence.tokens) - 1)
 
-    def _knows(self, tokens: Sequence[int]) -> bool:
-        return max(tokens, default=0) < self._core.info.vocab_size
-
-    def _makes_room(self, copy: Generating, tokens: int) -> bool:
-        """For so many tokens, and drafts behind them."""
-        core, most = self._core, tokens + self._most
-        lacking = -(-most // core.block_tokens) - copy.blocks
-        if most > core.info.context_window:
-            return False
-        if lacking > 0:
-            try:
-                blocks = core.allocator.allocate(lacking)
-            except CapacityExhausted:
-                return False
-            copy.append_run(LocalRun(first_block=copy.blocks, blocks=blocks))
-        return True
-
-    def _give_up(self, key: int) -> None:
-        self.leave(key)
-        self._given_up.add(key)
+    def _knows(self, token: int) -> bool:
+        return token < self._core.info.vocab_size
 
 
 class _Chunk:

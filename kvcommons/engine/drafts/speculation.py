@@ -4,6 +4,7 @@ model, where there is one."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import takewhile
@@ -21,13 +22,14 @@ from kvcommons.engine.sequence import RemoteRun
 from kvcommons.engine.sequence import Sequence as Generating
 from kvcommons.pb import common_pb2 as pb
 
+log = logging.getLogger(__name__)
+
 # Looking for drafts takes up to 60 µs of a sequence and token. Who was told none that pay so many times in a
 # row is looked at after two tokens instead of each, then after three, at most after so many.
 _VAIN_LOOKS = 8
 _APART_MAX = 4
 # A draft model that has to catch up with a sequence first is to save as much within so many more tokens.
 _PAID_BACK_TOKENS = 128
-_CATCH_UP_SHARE = 0.5  # of the objective between tokens, that it catches up in at once
 
 _Drafts = tuple[Sequence[int], Sequence[float]]  # and the chance of each, with all before it
 
@@ -97,7 +99,7 @@ class _SequenceDrafts:
     def predicted(self, drafts: Sequence[int]) -> Sequence[int]:
         """The leading ones of these drafts of the last look that the prediction has, too, wherever else they
         were found."""
-        if self._prediction is None:
+        if self._prediction is None or len(self._sequence.tokens) != self._known:  # it was not looked at
             return ()
         both = zip(drafts, self._sources[0].drafts, strict=False)
         return drafts[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))]
@@ -201,38 +203,51 @@ class Speculation:
             if not ends and _expected(chance, self._most) > found:
                 chances[one.key] = chance
         asked = [one for one in sequences if one.key in chances]
-        objective_s = self._objective_s(sequences)
+        objective_s, work = self._objective_s(sequences), self._work(sequences)
+        step_s = model.step_seconds(asked)
         depth = draft_depth(
             list(chances.values()),
             sum(len(one.tokens) for one in asked) * self._token_bytes,
-            self._work(sequences),
+            work,
             self._times,
-            step_s=model.step_seconds(asked),
+            step_s=step_s,
             most=self._most,
             objective_s=objective_s,
         )
         if not depth.drafts:
             model.rest(asked)
             return {}
-        with cores():
-            drafts = self._ask(model, asked, depth, objective_s)
+        followed = [one for one in asked if model.follow(one)]
+        ready = [one for one in followed if model.ready(one)]
+        behind = self._behind(model, followed, depth)
+        if not ready and behind is None:
+            return {}
+        drafts: Mapping[int, Sequence[int]] = {}
+        try:
+            with cores():
+                if behind is not None:
+                    expected_s = self._times.seconds(work) + depth.drafts * step_s
+                    model.catch_up(behind, max(objective_s - expected_s, 0.0))
+                if ready:
+                    drafts = model.draft(ready, depth.drafts)
+        except Exception:
+            log.exception("a draft model failed: there are no drafts of it for these sequences any more")
+            for one in followed:
+                model.give_up(one.key)
         return {
             key: (some, [chances[key] ** count for count in range(1, len(some) + 1)])
             for key, some in drafts.items()
         }
 
-    def _ask(
-        self, model: DraftModel, sequences: Sequence[Generating], depth: Depth, objective_s: float
-    ) -> Mapping[int, Sequence[int]]:
-        """Drafts of the sequences with which it has caught up; of the others one comes nearer."""
-        followed = [one for one in sequences if model.follow(one)]
-        ready = [one for one in followed if model.ready(one)]
-        for one in followed:
+    def _behind(self, model: DraftModel, sequences: Sequence[Generating], depth: Depth) -> Generating | None:
+        """With which one the model is to catch up next: one at a time, for others wait meanwhile, and one for
+        which that pays."""
+        for one in sequences:
             left = min(one.request.max_position - len(one.tokens), _PAID_BACK_TOKENS)
-            if not model.ready(one) and model.catch_up_seconds(one) < left * depth.saved_s:
-                model.catch_up(one, objective_s * _CATCH_UP_SHARE)
-                break
-        return model.draft(ready, depth.drafts) if ready else {}
+            pays = model.lags(one) and model.catch_up_seconds(one) < left * depth.saved_s
+            if pays and model.has_room(one):
+                return one
+        return None
 
     def _choose(
         self, candidates: Mapping[int, Candidate], sequences: Sequence[Generating]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ import torch
 
 from kvcommons.engine.chunk_rows import ChunkRows, logits
 from kvcommons.engine.core import Core, make_core
+from kvcommons.engine.drafts.choice import Depth
 from kvcommons.engine.drafts.model import DraftModel
+from kvcommons.engine.drafts.speculation import Speculation
+from kvcommons.engine.iteration_costs import IterationWork
+from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import Sequence
 from kvcommons.model.sampling import SamplingParams, sample
@@ -18,7 +23,7 @@ from kvcommons.model.slices import Model
 from kvcommons.model.spec import ModelSpec, model_info
 from kvcommons.rblock.identity import IdentityChain
 
-BLOCK, MOST, WINDOW = 16, 6, 256
+BLOCK, MOST, WINDOW, CHUNK = 16, 6, 256, 64
 CONFIG: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": WINDOW,
@@ -42,6 +47,10 @@ def core_of(config: dict[str, Any] = LLAMA, capacity_tokens: int = 1024) -> Core
     return make_core(
         model, model_info("tiny", spec, bytes(32), "float32", BLOCK), capacity_tokens=capacity_tokens
     )
+
+
+def drafting_of(core: Core, vocab_size: int = 99) -> DraftModel:
+    return DraftModel(core, Predictor(), vocab_size, MOST, CHUNK)
 
 
 def sequence(key: int, length: int, params: SamplingParams = SAMPLINGS["greedy"]) -> Sequence:
@@ -75,8 +84,10 @@ def expected(core: Core, one: Sequence, count: int) -> list[int]:
 def caught_up(drafting: DraftModel, *sequences: Sequence) -> None:
     for one in sequences:
         assert drafting.follow(one)
-        while not drafting.ready(one):
+        while drafting.lags(one):
+            assert drafting.has_room(one)
             drafting.catch_up(one, 0.0)
+        assert drafting.ready(one)
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +101,7 @@ def inference() -> Any:
 def test_drafts_are_what_the_model_samples(config: dict[str, Any], name: str) -> None:
     """Behind prompts of one chunk and of several, once drafts were right in part, all of them, and none, and
     once tokens came without it."""
-    core, drafting = core_of(config), DraftModel(core_of(config), 99, MOST)
+    core, drafting = core_of(config), drafting_of(core_of(config))
     some = [sequence(key, length, SAMPLINGS[name]) for key, length in ((1, 1), (2, 33), (3, 70))]
     caught_up(drafting, *some)
     turns: list[Callable[[list[int]], list[int]]] = [
@@ -116,46 +127,75 @@ def test_drafts_are_what_the_model_samples(config: dict[str, Any], name: str) ->
     assert drafting._core.allocator.in_use == 0
 
 
-def test_who_has_no_room_is_not_followed_and_holds_nothing() -> None:
+def test_who_has_no_room_waits_for_it_and_who_grows_beyond_it_holds_nothing() -> None:
     own = core_of(capacity_tokens=5 * BLOCK)
-    drafting = DraftModel(own, 99, MOST)
+    drafting = drafting_of(own)
     first, second = sequence(1, 20), sequence(2, 60)
     caught_up(drafting, first)
-    assert not drafting.follow(second)
-    assert drafting.chance(second) == 0.0, "it is not asked again"
-    assert own.allocator.in_use == 2
-    for token in range(60):  # it grows beyond all that there is
-        first.append(token)
-        if not drafting.follow(first):
-            break
-    else:
-        pytest.fail("there is no such room")
+    assert drafting.follow(second)
+    assert not drafting.has_room(second)
+    assert own.allocator.in_use == 2, "of the first alone"
+    while drafting.ready(first):  # it grows beyond all that there is
+        drafting.draft([first], 1)
+        first.append(7)
+        assert drafting.chance(first)
+        assert drafting.follow(first)
+    assert len(first.tokens) == 5 * BLOCK - MOST + 1
     assert own.allocator.in_use == 0
+    assert not drafting.follow(first), "what it had is gone, and is not computed again and again"
+    caught_up(drafting, second)
     drafting.leave(first.key)
     drafting.leave(second.key)
-    assert drafting.follow(sequence(3, 30)), "there is room again"
+    assert own.allocator.in_use == 0
+
+
+def test_a_chunk_takes_no_longer_than_it_may() -> None:
+    """Of what is not known yet it has few tokens."""
+    for known, steps in ((False, 4), (True, 2)):
+        predictor = Predictor()
+        for tokens in (1, 16, 32, 64, 128) * 20 if known else ():
+            work = IterationWork.of_chunk(range(tokens))
+            predictor.learn(work, 1e-3 + work.rows * 1e-4)
+        drafting = DraftModel(core_of(), predictor, 99, MOST, CHUNK)
+        one = sequence(1, 128)
+        assert drafting.follow(one)
+        assert drafting.has_room(one)
+        computed = [0]
+        while drafting.lags(one):
+            drafting.catch_up(one, 0.02)
+            computed.append(len(one.tokens) - 1 - len(drafting._missing(one)))
+        assert len(computed) - 1 == steps, computed
 
 
 def test_a_context_ends_before_the_draft_model_s_window() -> None:
-    drafting = DraftModel(core_of(), 99, MOST)
+    drafting = drafting_of(core_of())
     assert drafting.follow(sequence(1, WINDOW - MOST - 1))
     assert not drafting.follow(sequence(2, WINDOW - MOST))
 
 
 def test_tokens_that_one_of_both_does_not_know() -> None:
-    drafting = DraftModel(core_of(), 5, MOST)  # the other model has five
+    drafting = drafting_of(core_of(), vocab_size=5)  # the other model has five
     one = sequence(1, 20)
     caught_up(drafting, one)
     drafts = drafting.draft([one], 4)[1]
     known = [token < 5 for token in expected(core_of(), one, 4)]
     assert len(drafts) == (known.index(False) if False in known else 4)
-    other = sequence(2, 20)
-    other.append(99)
-    assert not drafting.follow(other)
+    for came in ([99], [*drafts[:1], 99], [3, 99]):
+        other = sequence(2, 20)
+        caught_up(drafting, other)
+        drafting.draft([other], 3)
+        for token in came:
+            other.append(token)
+        assert drafting.chance(other) > 0
+        assert not drafting.follow(other), "it has no such token"
+        assert drafting.chance(other) == 0.0, "it is not asked again"
+        drafting.leave(other.key)
 
 
-def test_what_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafting = DraftModel(core_of(), 99, MOST)
+def test_what_fails_is_given_up_and_ends_no_sequence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafting = drafting_of(core_of())
     one, other = sequence(1, 20), sequence(2, 40)
     caught_up(drafting, one)
     assert drafting.follow(other)
@@ -165,14 +205,18 @@ def test_what_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(drafting._core.memory.__class__, "write_rows", fails)
     monkeypatch.setattr(drafting._core.model, "_forward", None)
-    drafting.catch_up(other, 1.0)
-    assert drafting.draft([one], 2) == {}
+    speculation = Speculation(
+        Predictor(), max_draft_tokens=MOST, tbt_objective_s=1.0, token_bytes=1, model=drafting
+    )
+    monkeypatch.setattr("kvcommons.engine.drafts.speculation.draft_depth", lambda *_, **__: Depth(drafts=2))
+    assert speculation.drafts([one, other], lambda _: None, nullcontext) == {}
     assert drafting.chance(one) == drafting.chance(other) == 0.0
     assert drafting._core.allocator.in_use == 0
+    assert "a draft model failed" in caplog.text
 
 
 def test_how_often_it_is_right_is_learnt_and_fades() -> None:
-    drafting = DraftModel(core_of(), 99, MOST)
+    drafting = drafting_of(core_of())
     one = sequence(1, 20)
     chances = [unknown := drafting.chance(one)]
     for _ in range(20):
