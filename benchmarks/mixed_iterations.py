@@ -27,7 +27,7 @@ from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row
 
 if TYPE_CHECKING:
-    from kvcommons.engine.calibration import UnsentChunk
+    from kvcommons.engine.chunk_rows import InnerChunk
     from kvcommons.engine.core import Core
     from kvcommons.engine.iteration import Iteration
     from kvcommons.engine.iteration_costs import IterationWork
@@ -159,15 +159,15 @@ class MixedIterations:
 
     def run(self, point: Point, slices: Slices | None = None) -> Iteration:
         """One, after it has run. Raises what it failed with."""
-        from kvcommons.engine.calibration import UnsentChunk
+        from kvcommons.engine.chunk_rows import InnerChunk
         from kvcommons.engine.iteration import Iteration
 
-        groups: list[TokenRows | UnsentChunk] = []
+        groups: list[TokenRows | InnerChunk] = []
         if point.rows:
             groups.append(self._token_rows(point.rows))
         if point.chunk:
             chunk = range(self._context, self._context + point.chunk)
-            groups.append(UnsentChunk(self._core, chunk, self._prompt))
+            groups.append(InnerChunk(self._core, chunk, self._prompt))
         iteration = Iteration(self._core, groups, slices)
         iteration.run()
         for error in iteration.failures.values():

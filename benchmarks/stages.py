@@ -252,7 +252,7 @@ def _processor_seconds(
     """Of each chunk in each stage, one after the other on one thread: the median of rounds."""
     import torch
 
-    from kvcommons.engine.calibration import UnsentChunk
+    from kvcommons.engine.chunk_rows import InnerChunk
     from kvcommons.stages.iteration import StageIteration
 
     blocks = [core.allocator.allocate(core.layout.blocks_of(chunks[-1].stop)) for core in cores]
@@ -263,7 +263,7 @@ def _processor_seconds(
             for chunk, seconds in zip(chunks, taken, strict=True):
                 entering = None
                 for core, some, mine in zip(cores, blocks, seconds, strict=True):
-                    rows = UnsentChunk(core, chunk, some)
+                    rows = InnerChunk(core, chunk, some)
                     iteration = StageIteration(core, [rows], entering)
                     began_s = time.process_time()
                     iteration.run()

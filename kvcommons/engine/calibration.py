@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvcommons.backend.choice import kernels_version, processor
-from kvcommons.engine.chunk_rows import ChunkRows
+from kvcommons.engine.chunk_rows import InnerChunk
 from kvcommons.engine.core import Core, on_own_thread
 from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.executor import Composer
 from kvcommons.engine.iteration import Iteration, Rows
-from kvcommons.engine.iteration_costs import IterationWork
-from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.kept import Kept
 from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.remote.attention import RemoteAttention
@@ -29,8 +26,7 @@ from kvcommons.engine.sequence import LocalRun
 from kvcommons.engine.sequence import Sequence as Generating
 from kvcommons.engine.settings import EngineSettings
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.model.sampling import SamplingParams, SamplingRow
-from kvcommons.model.slices import State
+from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import SALT_BYTES
 
 _ROOM_TOKENS = 2048  # of context, at most: their memory becomes resident
@@ -39,41 +35,6 @@ _BATCHES = (1, 8)
 _CHUNKS = (32, 128, 512)
 _REPEATS = 3
 _S = 1.0  # nobody waits for these iterations, nor do they for others
-
-
-class UnsentChunk:
-    """`Rows` of a prompt that nobody sent: a chunk of it that is not its last, whose KV goes nowhere else."""
-
-    def __init__(self, core: Core, positions: range, blocks: list[int]) -> None:
-        self._rows = ChunkRows(core, (0,) * positions.stop, positions, torch.tensor(blocks))
-        self.work = IterationWork.of_chunk(positions)
-
-    @property
-    def tokens(self) -> Tensor:
-        return self._rows.tokens
-
-    @property
-    def positions(self) -> Tensor:
-        return self._rows.positions
-
-    def open(self, timing: IterationTiming) -> None:
-        """Nothing is to be told."""
-
-    def attend(self, layer: int, state: State, *, needed: bool) -> Tensor | None:
-        self._rows.write(layer, state)
-        return self._rows.attend(layer, state) if needed else None
-
-    def paged(self) -> None:
-        """A layer of a chunk takes long enough to be asked for by itself."""
-
-    def sampling(self) -> list[SamplingRow]:
-        return []
-
-    def wanted_logprobs(self) -> None:
-        """Of no prompt."""
-
-    def close(self) -> None:
-        """Nothing was taken."""
 
 
 Iterations = Callable[[Core, Sequence[Rows]], Iteration]
@@ -132,13 +93,13 @@ class Calibration:
     def _iterations(self, blocks: list[int]) -> Iterator[Iteration]:
         for _ in range(_REPEATS):
             for tokens in self._chunks:
-                yield self._made(self._core, [UnsentChunk(self._core, range(tokens), blocks)])
+                yield self._made(self._core, [InnerChunk(self._core, range(tokens), blocks)])
             last = self._chunks[-1]
             for sequences in self._batches:
                 batch = self._composer.batch(None, unsent_sequences(self._core, sequences, blocks))
                 assert batch is not None
                 yield self._made(self._core, [self._composer.rows(batch)])
-            late = UnsentChunk(self._core, range(self._tokens_free - last, self._tokens_free), blocks)
+            late = InnerChunk(self._core, range(self._tokens_free - last, self._tokens_free), blocks)
             yield self._made(self._core, [late])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,10 @@ from torch import Tensor
 
 from kvcommons.backend.interface import ChunkPlan, Partial
 from kvcommons.engine.core import Core
+from kvcommons.engine.iteration_costs import IterationWork
+from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.truncated import WHOLE, Truncated
+from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
 
 
@@ -72,6 +76,49 @@ class ChunkRows:
                 window=window,
             )
         return plan.attend(query, kv, core.model.scale)
+
+
+class InnerChunk:
+    """`Rows` of a chunk that is not its prompt's last, and whose KV goes nowhere else."""
+
+    def __init__(
+        self, core: Core, positions: range, blocks: Sequence[int], tokens: Sequence[int] | None = None
+    ) -> None:
+        """`tokens`: of the whole prompt; None: zeros."""
+        tokens = (0,) * positions.stop if tokens is None else tokens
+        self._rows = ChunkRows(core, tokens, positions, torch.tensor(blocks))
+        self.work = IterationWork.of_chunk(positions)
+        self._timing: IterationTiming
+
+    @property
+    def tokens(self) -> Tensor:
+        return self._rows.tokens
+
+    @property
+    def positions(self) -> Tensor:
+        return self._rows.positions
+
+    def open(self, timing: IterationTiming) -> None:
+        self._timing = timing
+
+    def attend(self, layer: int, state: State, *, needed: bool) -> Tensor | None:
+        began_s = time.monotonic()
+        self._rows.write(layer, state)
+        attention = self._rows.attend(layer, state) if needed else None
+        self._timing.here_s += time.monotonic() - began_s
+        return attention
+
+    def paged(self) -> None:
+        """A layer of a chunk takes long enough to be asked for by itself."""
+
+    def sampling(self) -> list[SamplingRow]:
+        return []
+
+    def wanted_logprobs(self) -> None:
+        """Of no prompt."""
+
+    def close(self) -> None:
+        """Nothing was taken."""
 
 
 def logits(core: Core, chunk: ChunkRows, rows: Sequence[int]) -> Tensor:

@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvcommons.engine.calibration import UnsentChunk, unsent_composer, unsent_sequences
+from kvcommons.engine.calibration import unsent_composer, unsent_sequences
+from kvcommons.engine.chunk_rows import InnerChunk
 from kvcommons.engine.core import Core, backend_of, make_core, on_own_thread
 from kvcommons.engine.iteration import Rows
 from kvcommons.engine.settings import EngineSettings
@@ -101,7 +102,7 @@ def _least_s(core: Core, work: StageWork, context: int, blocks: list[int], secon
 
 def _rows(core: Core, work: StageWork, context: int, blocks: list[int]) -> Rows:
     if not work.generates:
-        return UnsentChunk(core, range(max(context - work.rows, 0), context), blocks)
+        return InnerChunk(core, range(max(context - work.rows, 0), context), blocks)
     composer = unsent_composer(core)
     batch = composer.batch(None, unsent_sequences(core, work.rows, blocks))
     assert batch is not None

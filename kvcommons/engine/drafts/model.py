@@ -12,19 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-import torch
-from torch import Tensor
-
 from kvcommons.engine.batch import Batch
 from kvcommons.engine.calibration import calibrated
 from kvcommons.engine.chunk_budget import ChunkBudget
-from kvcommons.engine.chunk_rows import ChunkRows
+from kvcommons.engine.chunk_rows import InnerChunk
 from kvcommons.engine.core import Core, load_core
 from kvcommons.engine.drafts.acceptance import FADES, Agreement
 from kvcommons.engine.executor import Composer
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_costs import IterationWork
-from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.sequence import LocalRun
@@ -33,8 +29,6 @@ from kvcommons.engine.settings import EngineSettings
 from kvcommons.engine.truncated import WHOLE
 from kvcommons.errors import CapacityExhausted, InvalidInput, ModelNotFound
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.model.sampling import SamplingRow
-from kvcommons.model.slices import State
 from kvcommons.model.spec import ModelSpec, resolve_folder
 from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb import common_pb2 as pb
@@ -234,7 +228,8 @@ class DraftModel:
             self._predictor, IterationWork(), objective_s=most_s, chunk_tokens=self._chunk_tokens
         )
         positions = positions[: chunk.fit(positions.start, len(positions))]
-        self._carry_out(Iteration(self._core, [_Chunk(self._core, copy, sequence.tokens, positions)]))
+        rows = InnerChunk(self._core, positions, copy.local_blocks(), sequence.tokens)
+        self._carry_out(Iteration(self._core, [rows]))
         for token in sequence.tokens[len(copy.tokens) : positions.stop + 1]:
             copy.append(token)
         copy.computed = positions.stop
@@ -303,38 +298,3 @@ class DraftModel:
 
     def _knows(self, token: int) -> bool:
         return token < self._core.info.vocab_size
-
-
-class _Chunk:
-    """The rows of an iteration that computes KV, and nothing else."""
-
-    def __init__(self, core: Core, copy: Generating, tokens: Sequence[int], positions: range) -> None:
-        self._rows = ChunkRows(core, tokens, positions, torch.tensor(copy.local_blocks()))
-        self.work = IterationWork.of_chunk(positions)
-
-    @property
-    def tokens(self) -> Tensor:
-        return self._rows.tokens
-
-    @property
-    def positions(self) -> Tensor:
-        return self._rows.positions
-
-    def open(self, timing: IterationTiming) -> None:
-        """Its blocks are the model's own."""
-
-    def attend(self, layer: int, state: State, *, needed: bool) -> Tensor | None:
-        self._rows.write(layer, state)
-        return self._rows.attend(layer, state) if needed else None
-
-    def paged(self) -> None:
-        """Layer by layer."""
-
-    def sampling(self) -> list[SamplingRow]:
-        return []
-
-    def wanted_logprobs(self) -> None:
-        """They are asked of the other model."""
-
-    def close(self) -> None:
-        """Nothing was opened."""
