@@ -17,8 +17,8 @@ _ADDING = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 def write_deepened_model(folder: Path, model: Path, times: int) -> Path:
     """A new folder in `folder`: each layer of `model` is followed by so many copies, less one, that add a
-    fifth of it. Raises InvalidInput for less than two times, and for a folder whose weights
-    are not one file."""
+    fifth of it together. Raises InvalidInput for less than two times, and for a folder whose weights are not
+    one file."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 

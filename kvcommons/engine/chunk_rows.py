@@ -87,16 +87,9 @@ class InnerChunk:
         """`tokens`: of the whole prompt; None: zeros."""
         tokens = (0,) * positions.stop if tokens is None else tokens
         self._rows = ChunkRows(core, tokens, positions, torch.tensor(blocks))
+        self.tokens, self.positions = self._rows.tokens, self._rows.positions
         self.work = IterationWork.of_chunk(positions)
         self._timing: IterationTiming
-
-    @property
-    def tokens(self) -> Tensor:
-        return self._rows.tokens
-
-    @property
-    def positions(self) -> Tensor:
-        return self._rows.positions
 
     def open(self, timing: IterationTiming) -> None:
         self._timing = timing

@@ -13,12 +13,11 @@ from kvcommons.engine.drafts import model as draft_models
 from kvcommons.engine.drafts.model import DraftModel
 from kvcommons.engine.settings import EngineSettings
 from kvcommons.errors import InvalidInput, ModelNotFound
-from kvcommons.pb import common_pb2
 from tests.contract.engine_drafts import MOST, counted, foreseen, nothing_is_left, outcome
 from tests.contract.engine_stack import BLOCK, Stack, settings
 from tests.contract.engine_turns import Turn, prompt, turn
 from tests.contract.test_decode_stages import decode_config
-from tests.contract.test_engine_speculation import SAMPLINGS
+from tests.contract.test_engine_speculation import SAMPLINGS, sampling_of
 from tests.contract.test_engine_truncation import Session, session, stays_in_use
 from tests.unit.model import reference_folders
 from tests.waiting import eventually
@@ -66,13 +65,12 @@ async def test_tokens_are_those_without_drafts(engines: Stack, drafting: list[Dr
     decode = await engines.decode(max_draft_tokens=MOST, draft_model=str(engines.folder))
 
     def turns(decode: Any) -> list[Turn]:
-        made = []
-        for seed in range(1, 5):
-            sampling = common_pb2.Sampling()
-            sampling.CopyFrom(SAMPLINGS[name])
-            sampling.seed = seed
-            made.append(turn(prefill, decode, engines.model, prompt(20 * seed, seed), 60, sampling=sampling))
-        return made
+        return [
+            turn(
+                prefill, decode, engines.model, prompt(20 * seed, seed), 60, sampling=sampling_of(name, seed)
+            )
+            for seed in range(1, 5)
+        ]  # fmt: skip
 
     expected = [await one.run() for one in turns(plain)]
     with foreseen([], wrong=0.0):

@@ -35,6 +35,14 @@ SAMPLINGS = {
 }
 
 
+def sampling_of(name: str, seed: int) -> common_pb2.Sampling:
+    """One of `SAMPLINGS`, with another seed."""
+    made = common_pb2.Sampling()
+    made.CopyFrom(SAMPLINGS[name])
+    made.seed = seed
+    return made
+
+
 @pytest.mark.usefixtures("all_drafts")
 @pytest.mark.parametrize("engines", ["llama", "qwen3", "mistral-sliding"], indirect=True)
 async def test_tokens_are_the_reference(engines: Stack) -> None:
@@ -73,11 +81,8 @@ async def test_tokens_are_those_without_drafts(engines: Stack, name: str) -> Non
     def turns(decode: Any) -> list[Turn]:
         made = []
         for seed in range(1, 4):
-            sampling = common_pb2.Sampling()
-            sampling.CopyFrom(SAMPLINGS[name])
-            sampling.seed = seed
             tokens = prompt(30, seed) * 2  # which repeats
-            made.append(turn(prefill, decode, engines.model, tokens, 60, sampling=sampling))
+            made.append(turn(prefill, decode, engines.model, tokens, 60, sampling=sampling_of(name, seed)))
         return made
 
     expected = [await one.run() for one in turns(plain)]

@@ -8,7 +8,7 @@ What it computes of a sequence lies in blocks of its own, and is no state: elsew
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -46,15 +46,12 @@ class _Followed:
 
     copy: Generating
     agreement: Agreement
-    vocab_size: int  # the draft model's
+    knows: Callable[[int], bool]  # whether the draft model has such a token
     drafts: list[int] = field(default_factory=list)
 
     @property
     def caught_up(self) -> bool:
         return self.copy.computed == len(self.copy.tokens) - 1
-
-    def knows(self, token: int) -> bool:
-        return token < self.vocab_size
 
     def take_in(self, tokens: Sequence[int]) -> list[int]:
         """The sequence has these tokens by now. Those that came behind the last drafts, if any did."""
@@ -176,7 +173,7 @@ class DraftModel:
             size, share = self._core.block_tokens, self._agreement(sequence).share
             copy = Generating(key=sequence.key, request=request, block_tokens=size, chain=sequence.chain)
             agreement = Agreement(expected=share, kept=_KEPT_OF_ONE)
-            known = _Followed(copy, agreement, self._core.info.vocab_size)
+            known = _Followed(copy, agreement, self._knows)
             self._followed[sequence.key] = known
             news: Sequence[int] = sequence.tokens
         else:
