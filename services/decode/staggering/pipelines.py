@@ -190,8 +190,8 @@ class _Scale:
 
 
 class _Duration:
-    """Seconds over an amount. Where all are of about one amount nothing is known of the slope: it is `flat`,
-    or goes through zero."""
+    """Seconds over an amount: of a half never less than half of them. Where all are of about one amount
+    nothing is known of the slope: it is `flat`, or goes through zero."""
 
     _KEPT = 0.98
     _SPREAD = 0.05  # of the mean amount, that says something of the slope
@@ -207,11 +207,10 @@ class _Duration:
         self._fit.observe(amount, seconds)
 
     def at(self, amount: float) -> float:
-        """Never negative."""
-        slope = self._fit.slope_s(spread=self._SPREAD)
+        slope, through_zero = self._fit.slope_s(spread=self._SPREAD), self._fit.proportional_s
         if slope is None:
-            slope = 0.0 if self._flat else self._fit.proportional_s
-        return max(self._fit.at(amount, max(slope, 0.0)), 0.0)
+            slope = 0.0 if self._flat else through_zero
+        return self._fit.at(amount, min(max(slope, 0.0), through_zero))
 
 
 def _over(one_s: float, other_s: float) -> float:

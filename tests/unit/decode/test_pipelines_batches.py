@@ -186,6 +186,18 @@ def test_where_even_the_best_does_not_pay_nothing_is_tried() -> None:
         assert staggering.decide(64, 64_000) == 1
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_with_nobody_in_the_pool_nothing_is_tried(seed: int) -> None:
+    """Whatever iterations took: others want the same cores, and what a line through that says of a smaller
+    batch would be less than nothing."""
+    staggering, draw = Staggering(Rotational(2)), random.Random(seed)
+    for _ in range(400):
+        sequences = draw.choice((4, 5, 6))
+        disturbed = draw.choice((1.0, 1.0, 1.0, 4.0)) if sequences == 6 else 1.0
+        staggering.took_alone(sequences, sequences * 100, Timing(slice_s=1e-4 * disturbed, attend_s=0.0))
+        assert staggering.decide(sequences, sequences * 100) == 1
+
+
 @pytest.mark.parametrize("batches", [2, 3])
 def test_no_sequences_and_no_time_are_no_gain(batches: int) -> None:
     """Where nobody runs, attention and slices take nothing, and without a network nor does anything else."""
