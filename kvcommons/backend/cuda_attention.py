@@ -26,7 +26,7 @@ class CudaAttention(TorchAttention):
         window: int | None = None,
     ) -> BatchPlan:
         queries = query_positions - first_key_positions
-        return CudaPlan(
+        return CudaBatch(
             kv.shape, kv.element_size(), batch_units(self._device, tables, lengths, queries, window)
         )
 
@@ -61,6 +61,10 @@ class CudaPlan:
     def attend(self, q: Tensor, kv: Tensor, scale: float, into: Partial | None = None) -> Partial:
         shape = head_shape(self._kv_shape, self._itemsize, q.shape[1])
         return attend.attend(q, kv, self.units, shape, scale, into)
+
+
+class CudaBatch(CudaPlan):
+    """Of one row a sequence."""
 
 
 def head_shape(kv_shape: Sequence[int], itemsize: int, query_heads: int) -> HeadShape:

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvcommons.attention.cuda.append import NOWHERE, append
 from kvcommons.attention.cuda.attend import attend
 from kvcommons.attention.cuda.units import Merge, Units
-from kvcommons.backend.cuda_attention import CudaPlan, head_shape
+from kvcommons.backend.cuda_attention import CudaBatch, head_shape
 from kvcommons.backend.interface import Layer, Opened, PagedRows, Partial
 from kvcommons.backend.plain_layer import PlainLayer
 from kvcommons.backend.slice_graphs import ROWS, Capture, Graph, copied, laid_into
@@ -85,7 +85,7 @@ class GraphedForward:
     ) -> tuple[Opened, float] | None:
         """How long attention takes is not told: nobody waits for it."""
         at = bisect_left(ROWS, len(hidden))
-        plans = [plan for plan in rows.plans[layers.start : layers.stop] if isinstance(plan, CudaPlan)]
+        plans = [plan for plan in rows.plans[layers.start : layers.stop] if isinstance(plan, CudaBatch)]
         if at == len(ROWS) or len(plans) < len(layers) or rows.kv.dtype != hidden.dtype:
             return None
         different = list({id(plan): plan.units for plan in plans}.values())

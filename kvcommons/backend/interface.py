@@ -130,13 +130,13 @@ class Layer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedRows:
-    """Rows of a batch, a token each, that attend over blocks here alone: kv [layers, blocks, 2, kv_heads,
-    block_tokens, head_dim], `slots` of their new keys and values as AttentionBackend.append has its rows, and
-    a plan for each layer."""
+    """Rows of a batch, a token each, or of a chunk, that attend over blocks here alone: kv [layers, blocks,
+    2, kv_heads, block_tokens, head_dim], `slots` of their new keys and values as AttentionBackend.append has
+    its rows, and a plan for each layer."""
 
     kv: Tensor
     slots: Tensor
-    plans: Sequence[BatchPlan]
+    plans: Sequence[BatchPlan] | Sequence[ChunkPlan]
     scale: float
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcommons.attention.native.advance import NativeSlice, NativeWeights
 from kvcommons.attention.native.forward import NativeForward
-from kvcommons.attention.native.library import Kernel, PagedBatch
+from kvcommons.attention.native.library import Kernel, PagedBatch, PagedChunk
 from kvcommons.backend.interface import Layer, LayerWeights, Opened, Operators, PagedRows
 from kvcommons.backend.plain_layer import PlainLayer
 from kvcommons.backend.products import NativeMatrix
@@ -80,7 +80,10 @@ class PagedForward:
         rotation: tuple[Tensor, Tensor],
         rows: PagedRows,
     ) -> tuple[Opened, float] | None:
-        plans = [plan for plan in rows.plans[layers.start : layers.stop] if isinstance(plan, PagedBatch)]
+        of_layers = rows.plans[layers.start : layers.stop]
+        batches = [plan for plan in of_layers if isinstance(plan, PagedBatch)]
+        chunks = [plan for plan in of_layers if isinstance(plan, PagedChunk)]
+        plans: Sequence[PagedBatch | PagedChunk] = batches or chunks
         if len(plans) < len(layers) or rows.kv.dtype != hidden.dtype:
             return None
         total, projected, rotated, attention_s = self._native.run(layers, hidden, qkv, rotation, rows, plans)

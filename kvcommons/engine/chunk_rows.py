@@ -8,13 +8,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcommons.backend.interface import ChunkPlan, Partial
+from kvcommons.backend.interface import ChunkPlan, PagedRows, Partial
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
+
+# Of a longer chunk a layer takes long enough to be asked for by itself: commands, and others that want the
+# cores, wait for several where they go at once.
+_AT_ONCE_MAX = 64
 
 
 class ChunkRows:
@@ -59,15 +63,26 @@ class ChunkRows:
         query = self._core.model.shifted_query(state, self._head_rotation)
         return self._core.backend.attention.merge([self.partial(layer, range(self._head), query), rest]).out
 
+    def paged(self) -> PagedRows | None:
+        """None where there are too many rows, or they attend in more than one way."""
+        core = self._core
+        if len(self.tokens) > _AT_ONCE_MAX or self._head_rotation is not None:
+            return None
+        plans = [self._plan(layer, range(self._length)) for layer in core.layers]
+        return PagedRows(kv=core.memory.tensor, slots=self._rows, plans=plans, scale=core.model.scale)
+
     def partial(self, layer: int, keys: range, query: Tensor) -> Partial:
         """Over `keys`, which begin at a block's border."""
+        core = self._core
+        return self._plan(layer, keys).attend(query, core.memory.layer(layer), core.model.scale)
+
+    def _plan(self, layer: int, keys: range) -> ChunkPlan:
         core, window = self._core, self._core.model.window(layer)
-        kv = core.memory.layer(layer)
         plan = self._plans.get((window, keys))
         if plan is None:
             first, stop = keys.start // core.block_tokens, -(-keys.stop // core.block_tokens)
             plan = self._plans[window, keys] = core.backend.attention.plan_chunk(
-                kv,
+                core.memory.layer(layer),
                 core.layout.query_heads,
                 self._table[first - self._first_block : stop - self._first_block],
                 len(keys),
@@ -75,7 +90,7 @@ class ChunkRows:
                 query_positions=self._places,
                 window=window,
             )
-        return plan.attend(query, kv, core.model.scale)
+        return plan
 
 
 class InnerChunk:
@@ -101,8 +116,11 @@ class InnerChunk:
         self._timing.here_s += time.monotonic() - began_s
         return attention
 
-    def paged(self) -> None:
-        """A layer of a chunk takes long enough to be asked for by itself."""
+    def paged(self) -> PagedRows | None:
+        return self._rows.paged()
+
+    def passed(self, layers: range) -> None:
+        """Nobody waits for it."""
 
     def sampling(self) -> list[SamplingRow]:
         return []

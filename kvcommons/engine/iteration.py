@@ -61,6 +61,9 @@ class Rows(Protocol):
         """These rows, while they are open, where they attend over blocks here alone, and their layers may go
         without being asked; else None."""
 
+    def passed(self, layers: range) -> None:
+        """These went without being asked: the rows' K and V of them are stored."""
+
     def sampling(self) -> list[SamplingRow]:
         """For the rows at the end after which a token is sampled."""
 
@@ -156,11 +159,16 @@ class Iteration:
 
     def _forward(self, layers: range, state: State) -> State | None:
         """Through all of these layers at once, where their rows need nobody between them."""
-        if self._paged is None:
+        if self._paged is None or self.failures:
             return None
         forward = self._slices.forward(self.timing, layers, state, self._paged)
         if forward is None:
             self._paged = None
+            return None
+        try:
+            self.groups[0].passed(layers)
+        except Exception as error:
+            self.failures[0] = error
         return forward
 
     def _pause(self) -> None:

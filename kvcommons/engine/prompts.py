@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
+from kvcommons.backend.interface import PagedRows
 from kvcommons.engine.chunk_budget import ChunkBudget
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core
@@ -380,8 +381,13 @@ class PromptSpan:
     def close(self) -> None:
         self._context.run(self._traced.__exit__, None, None, None)
 
-    def paged(self) -> None:
-        """A layer of a chunk takes long enough to be asked for by itself."""
+    def paged(self) -> PagedRows | None:
+        """None, too, where a layer is waited for."""
+        return self._rows.paged() if self.prompt.load is None else None
+
+    def passed(self, layers: range) -> None:
+        for layer in layers:
+            self._context.run(self._hand_over, layer)
 
     def sampling(self) -> list[SamplingRow]:
         prompt = self.prompt

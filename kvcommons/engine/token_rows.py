@@ -74,6 +74,9 @@ class TokenRows:
         plans = [self._plan(core.model.window(layer)) for layer in core.layers]
         return PagedRows(kv=core.memory.tensor, slots=self._slots, plans=plans, scale=core.model.scale)
 
+    def passed(self, layers: range) -> None:
+        """Nobody waits for it."""
+
     def wanted_logprobs(self) -> None:
         """Of no prompt."""
 

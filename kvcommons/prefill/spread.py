@@ -168,6 +168,9 @@ class SpreadRows(ChunkRows):
             self._delivery = None
         super().write(layer, state)
 
+    def paged(self) -> None:
+        """The holders are asked at each layer."""
+
     def attend(self, layer: int, state: State) -> Tensor:
         """The holders compute while this instance does."""
         asked = deque[PendingPartial]()

@@ -396,7 +396,7 @@ async def test_what_iterations_take_is_known_from_the_start(engines: Stack, stag
         await eventually(lambda: costs("d").chunks and costs("whole").chunks)
         for work in (IterationWork(rows=8), IterationWork.of_chunk(range(32))):
             staged_s, whole_s = costs("d").seconds(work), costs("whole").seconds(work)
-            assert 0.4 * whole_s < staged_s < 3 * whole_s  # of a model whose layers take next to nothing
+            assert 0.3 * whole_s < staged_s < 6 * whole_s  # half a millisecond, on cores that others use
     finally:
         await directory.stop()
 

@@ -10,7 +10,8 @@ extern "C" {
 struct kvc_forward {
     const kvc_closing* const* closings;  // [layers], what ends each of them
     const kvc_opening* const* openings;  // [layers], what begins the layer behind each
-    kvc_batch* const* batches;  // [layers], without queries and KV
+    kvc_batch* const* batches;  // [layers], without queries and KV; null where the rows are a chunk's
+    kvc_chunk* const* chunks;   // likewise; null where they are a batch's
     void* kv;              // of the first layer, [blocks, 2, kv_heads, block_tokens, dim] of the rows' type
     const int64_t* slots;  // [count, 2 * kv_heads], where a row's keys and values go in a layer's [rows, dim]
     const void* hidden;    // [count, hidden]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.native.advance import NativeSlice
-from kvcommons.attention.native.library import Kernel, PagedBatch
+from kvcommons.attention.native.library import Kernel, PagedBatch, PagedChunk
 from kvcommons.attention.native.structures import STRUCTURES
 from kvcommons.backend.interface import PagedRows, Partial
 
@@ -36,7 +36,7 @@ class NativeForward:
         qkv: tuple[Tensor, Tensor, Tensor],
         rotation: tuple[Tensor, Tensor],
         rows: PagedRows,
-        plans: Sequence[PagedBatch],
+        plans: Sequence[PagedBatch | PagedChunk],
     ) -> tuple[Tensor, Tensor, Tensor, float]:
         """From hidden [T, hidden] and q, k, v [T, its heads, head_dim] of the first of `layers`, of which the
         last has a successor, to the residual stream [T, hidden], qkv [T, all heads * head_dim], and q and k
@@ -53,11 +53,12 @@ class NativeForward:
         rotated = torch.empty((count, behind.rotated_heads, dim), dtype=dtype)
         attended = torch.empty((count, heads * dim), dtype=dtype)
         partial = Partial(out=torch.empty((count, heads, dim)), lse=torch.empty((count, heads)))
-        batches = (c_void_p * len(plans))()
+        attentions = (c_void_p * len(plans))()
         for index, plan in enumerate(plans):
-            batch = plan.prepare(heads, rows.scale, partial)
-            batch.q_head, batch.q_is_bf16, batch.kv_is_bf16 = dim, is_bf16, is_bf16
-            batches[index] = addressof(batch)
+            attention = plan.prepare(rows.scale, partial)
+            attention.q_head, attention.q_is_bf16, attention.kv_is_bf16 = dim, is_bf16, is_bf16
+            attentions[index] = addressof(attention)
+        form = "chunks" if isinstance(plans[0], PagedChunk) else "batches"
         first = self._layers[layers.start]
         space = first.space(
             STRUCTURES["kvc_advance"](closing=addressof(first.closing), count=count, is_bf16=is_bf16)
@@ -65,7 +66,7 @@ class NativeForward:
         call: Any = STRUCTURES["kvc_forward"](
             closings=addressof(self._closings) + layers.start * _POINTER,
             openings=addressof(self._openings) + (layers.start + 1) * _POINTER,
-            batches=addressof(batches), kv=kv[layers.start].data_ptr(), slots=slots.data_ptr(),
+            **{form: addressof(attentions)}, kv=kv[layers.start].data_ptr(), slots=slots.data_ptr(),
             hidden=hidden.data_ptr(), q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), cos=cos.data_ptr(),
             sin=sin.data_ptr(), sum=total.data_ptr(), qkv=projected.data_ptr(), rotated=rotated.data_ptr(),
             attended=attended.data_ptr(), space=space.data_ptr(), parallel=self._kernel._parallel,

@@ -123,17 +123,17 @@ class PagedBatch:
             q = q.contiguous()
         if into is None:
             into = Partial(out=torch.empty((rows, heads, dim)), lse=torch.empty((rows, heads)))
-        call = self.prepare(heads, scale, into)
+        call = self.prepare(scale, into)
         call.q, call.kv = q.data_ptr(), kv.data_ptr()
         call.q_row, call.q_head = q.stride(0), q.stride(1)
         call.q_is_bf16, call.kv_is_bf16 = q.dtype == torch.bfloat16, kv.dtype == torch.bfloat16
         self._kernel._library.kvc_attend(byref(call))
         return into
 
-    def prepare(self, heads: int, scale: float, into: Partial) -> Any:
+    def prepare(self, scale: float, into: Partial) -> Any:
         """The structure kvc_batch, but for its queries and KV, and what these are like; it is worth something
         as long as this plan and `into` are there."""
-        call = self._call
+        call, heads = self._call, into.out.shape[1]
         call.out, call.lse, call.scale = into.out.data_ptr(), into.lse.data_ptr(), scale
         threads = torch.get_num_threads()
         if self._scratch is None or call.heads != heads or call.threads != threads:
@@ -176,19 +176,24 @@ class PagedChunk:
         if q.stride(2) != 1:
             q = q.contiguous()
         partial = Partial(out=torch.empty((rows, heads, dim)), lse=torch.empty((rows, heads)))
-        call, kernel = self._call, self._kernel._library
+        call = self.prepare(scale, partial)
         call.q, call.kv = q.data_ptr(), kv.data_ptr()
-        call.out, call.lse = partial.out.data_ptr(), partial.lse.data_ptr()
-        call.q_row, call.q_head, call.scale = q.stride(0), q.stride(1), scale
+        call.q_row, call.q_head = q.stride(0), q.stride(1)
         call.q_is_bf16, call.kv_is_bf16 = q.dtype == torch.bfloat16, kv.dtype == torch.bfloat16
+        self._kernel._library.kvc_attend_chunk(byref(call))
+        return partial
+
+    def prepare(self, scale: float, into: Partial) -> Any:
+        """The structure kvc_chunk, as PagedBatch.prepare has its own."""
+        call = self._call
+        call.out, call.lse, call.scale = into.out.data_ptr(), into.lse.data_ptr(), scale
         threads = torch.get_num_threads()
         if self._scratch is None or call.threads != threads:
             call.threads = threads
-            size = kernel.kvc_chunk_scratch_bytes(byref(call))
+            size = self._kernel._library.kvc_chunk_scratch_bytes(byref(call))
             self._scratch = torch.empty(size + 64, dtype=torch.uint8)
             call.scratch = (self._scratch.data_ptr() + 63) // 64 * 64
-        kernel.kvc_attend_chunk(byref(call))
-        return partial
+        return call
 
 
 def serves(kv: Tensor) -> bool:

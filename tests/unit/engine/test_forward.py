@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 from kvcommons.backend.choice import choose
 from kvcommons.backend.interface import Backend
+from kvcommons.engine.chunk_rows import InnerChunk
 from kvcommons.engine.core import Core, make_core
 from kvcommons.engine.executor import Composer
-from kvcommons.engine.iteration import STRETCH
+from kvcommons.engine.iteration import STRETCH, Iteration
 from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, Sequence
@@ -132,6 +134,59 @@ def test_layers_at_once_and_one_by_one_are_the_same_to_the_bit(
         # The last layer is by itself: its attention ends the model.
         at_once = STRETCH if backend.device.host else layers - 1
         assert (len(pauses), len(more)) == (-(-(layers - 1) // at_once), layers - 1)
+
+
+def chunk_outcome(core: Core, chunks: Items[range], *, at_once: bool) -> tuple[torch.Tensor, list[int]]:
+    """The KV after chunks of one prompt, one behind the other, and layers before each pause."""
+    if not at_once:
+        core.model._forward = None
+    tokens = [(7 * at) % 97 for at in range(chunks[-1].stop)]
+    blocks = core.allocator.allocate(-(-len(tokens) // BLOCK))
+    pauses: list[int] = []
+    for positions in chunks:
+        iteration = Iteration(core, [InnerChunk(core, positions, blocks, tokens)])
+        pauses.append(0)
+
+        def pause() -> None:
+            pauses[-1] += 1
+
+        with torch.inference_mode():
+            iteration.run(pause)
+        assert not iteration.failures
+        assert iteration.timing.here_s > 0
+    core.allocator.release(blocks)
+    return core.memory.tensor.clone(), pauses
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_short_chunk_goes_through_layers_at_once(kind: str, dtype: str) -> None:
+    """Of one row, which attends like a token, of some, and of as many as go at once."""
+    together, apart = core_of(KINDS[kind], dtype), core_of(KINDS[kind], dtype)
+    chunks = [range(8), range(8, 9), range(9, 24), range(24, 88), range(88, 153)]
+    kv, pauses = chunk_outcome(together, chunks, at_once=True)
+    other_kv, more = chunk_outcome(apart, chunks, at_once=False)
+    assert torch.equal(kv, other_kv)
+    few = -(-(LAYERS - 1) // STRETCH)
+    assert pauses == [few, few, few, few, LAYERS - 1], "of a long one a layer takes long enough"
+    assert more == [LAYERS - 1] * len(chunks)
+
+
+@needs_compiler
+def test_a_chunk_that_nobody_wants_any_more_ends_between_two_layers() -> None:
+    core = core_of(LLAMA, "float32")
+    chunk = InnerChunk(core, range(8), core.allocator.allocate(1))
+    iteration = Iteration(core, [chunk])
+    pauses: list[int] = []
+
+    def pause() -> None:
+        pauses.append(1)
+        iteration.withdraw(chunk)
+
+    with torch.inference_mode():
+        assert iteration.run(pause) == [[]]
+    assert len(pauses) == 1
 
 
 @needs_compiler
