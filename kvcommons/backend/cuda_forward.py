@@ -1,4 +1,4 @@
-"""Layers and the attention between them as one graph, for rows that attend over blocks on this GPU alone.
+"""Layers and the attention between them as one graph, for tokens whose KV is in blocks on this GPU alone.
 
 What a step of a batch launches kernel by kernel takes four times as long as a GPU computes. Where nobody else
 has to be asked between two layers, an iteration is captured whole: for a number of rows, and for a number of

@@ -16,9 +16,10 @@ from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
 
-# Of a longer chunk a layer takes long enough to be asked for by itself: commands, and others that want the
-# cores, wait for several where they go at once.
+# Of a longer chunk, or of one behind a longer context, a layer takes long enough to be asked for by itself:
+# commands, and others that want the cores, wait for several where they go at once.
 _AT_ONCE_MAX = 64
+_AT_ONCE_KEYS = 64 * 4096  # of all rows together
 
 
 class ChunkRows:
@@ -64,9 +65,10 @@ class ChunkRows:
         return self._core.backend.attention.merge([self.partial(layer, range(self._head), query), rest]).out
 
     def paged(self) -> PagedRows | None:
-        """None where there are too many rows, or they attend in more than one way."""
+        """None where a layer takes long, or rows attend in more than one way."""
         core = self._core
-        if len(self.tokens) > _AT_ONCE_MAX or self._head_rotation is not None:
+        rows = len(self.tokens)
+        if rows > _AT_ONCE_MAX or rows * self._length > _AT_ONCE_KEYS or self._head_rotation is not None:
             return None
         plans = [self._plan(layer, range(self._length)) for layer in core.layers]
         return PagedRows(kv=core.memory.tensor, slots=self._rows, plans=plans, scale=core.model.scale)

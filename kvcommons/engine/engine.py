@@ -304,7 +304,7 @@ class Engine:
         """Attention for others that waits is computed while a chunk pauses, whose layers take long; commands
         are carried out, but for those about sequences that generate in this iteration. Chunks by themselves
         let other engines have the cores, and sequences that have begun meanwhile generate: they wait for a
-        layer instead of a chunk."""
+        layer, or for some of a short chunk, instead of all of it."""
         kinds = {type(group) for group in iteration.groups}
         self._budget.between_layers(gives_way=PromptSpan in kinds)
         if self._cores is not None and self._cores.held and TokenRows not in kinds and self._cores.wanted:

@@ -112,7 +112,10 @@ class Iteration:
                 except Exception as error:
                     self.failures[number] = error
             if len(opened) == len(self.groups) == 1:
-                self._paged = self.groups[0].paged()
+                try:
+                    self._paged = self.groups[0].paged()
+                except Exception as error:
+                    self.failures[0] = error
             tokens = self._run()
             # Chunks that sample nothing have been given to the device by now, and not more: what they took is
             # what it takes to do them.

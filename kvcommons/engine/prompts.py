@@ -382,10 +382,11 @@ class PromptSpan:
         self._context.run(self._traced.__exit__, None, None, None)
 
     def paged(self) -> PagedRows | None:
-        """None, too, where a layer is waited for."""
+        """None, too, behind a history that comes with this chunk: each layer is waited for."""
         return self._rows.paged() if self.prompt.load is None else None
 
     def passed(self, layers: range) -> None:
+        """What is final of them goes out."""
         for layer in layers:
             self._context.run(self._hand_over, layer)
 

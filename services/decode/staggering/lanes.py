@@ -147,6 +147,9 @@ def timing_of(timing: IterationTiming, layers: int) -> Timing:
     )
 
 
+_WITHOUT_POOL = 2 * LANES  # iterations: of one lane's batch all KV may be here while the other's is not
+
+
 class Pipelining:
     """Into how many batches the sequences are divided, from what was measured. Belongs to the engine's
     thread."""
@@ -155,13 +158,16 @@ class Pipelining:
         self._mode = mode
         self._layers = layers
         self._staggering = Staggering(Rotational(LANES))
+        self._without_pool = 0  # iterations in a row in which nobody else attended
 
     def batches(self, sequences: int, tokens: int) -> int:
         """`sequences` can run, whose KV is of so many tokens."""
-        if self._mode == "off" or sequences < LANES:
+        if self._mode == "on" and sequences >= LANES:
+            return LANES
+        if self._mode == "off" or sequences < LANES or self._without_pool >= _WITHOUT_POOL:
             self._staggering.give_up()
             return 1
-        return LANES if self._mode == "on" else self._staggering.decide(sequences, tokens)
+        return self._staggering.decide(sequences, tokens)
 
     def gain(self, sequences: int, tokens: int) -> float:
         """Of what `batches` said last, over one batch. Never 0."""
@@ -176,6 +182,7 @@ class Pipelining:
         """An iteration of `batch` sequences; `alone`: of the one batch, into which they are divided."""
         if alone:
             self._staggering.took_alone(sequences, tokens, timing_of(timing, self._layers))
+        self._without_pool = 0 if timing.pool_s else self._without_pool + 1
 
     def took_staggered(self, sequences: int, tokens: int, lane: BatchLane) -> None:
         """A lane's next iteration begins. `sequences` and `tokens` are of all lanes."""

@@ -62,6 +62,22 @@ def test_one_sequence_is_one_batch_and_gains_nothing() -> None:
         assert one.gain(sequences, sequences * 1000) == 1.0
 
 
+def test_once_nobody_else_has_kv_batches_are_one_again() -> None:
+    """Staggered iterations tell nothing of what one batch would take without the pool."""
+    one = Pipelining("auto", 4)
+    for _ in range(5):
+        one.ended(64, 64_000, alone(0.2, 0.1, 0.1), batch=64, alone=True)
+    for pool_s in (0.1, 0.0, 0.1, 0.0, 0.0, 0.0):  # of one lane's batch all may be here
+        assert one.batches(64, 64_000) == LANES
+        one.ended(64, 64_000, alone(0.2, pool_s, pool_s), batch=32, alone=False)
+    one.ended(64, 64_000, alone(0.2, 0.0, 0.0), batch=32, alone=False)
+    assert one.batches(64, 64_000) == 1
+    one.ended(64, 64_000, alone(0.1, 0.0, 0.0), batch=64, alone=True)
+    assert one.batches(64, 64_000) == 1
+    one.ended(64, 64_000, alone(0.2, 0.1, 0.1), batch=64, alone=True)
+    assert one.batches(64, 64_000) == LANES, "it is there again"
+
+
 def test_what_is_about_a_sequence_under_way_waits_for_it() -> None:
     posted: list[Any] = []
     lanes = Lanes(choose().device, posted.append, lambda lane, tokens: None)
