@@ -383,7 +383,10 @@ async def test_what_iterations_take_is_known_from_the_start(engines: Stack, stag
     """Through all stages: the first one measures its own layers, and knows what share of all they are."""
     await engines.lenders()
     measured = {"engine": {"calibrate_s": 1.0}}
-    await engines.staged_decode(stages, "d", tensor=tensor, **measured, max_local_prefill_tokens=0)
+    # In processes of their own: in one they would measure how they wait for each other's Python.
+    await engines.staged_decode(
+        stages, "d", tensor=tensor, process=True, **measured, max_local_prefill_tokens=0
+    )
     await engines.staged_decode(1, "whole", **measured, max_local_prefill_tokens=0)
     directory = Directory(engines.ledger, "test")
     directory.start()
@@ -396,7 +399,7 @@ async def test_what_iterations_take_is_known_from_the_start(engines: Stack, stag
         await eventually(lambda: costs("d").chunks and costs("whole").chunks)
         for work in (IterationWork(rows=8), IterationWork.of_chunk(range(32))):
             staged_s, whole_s = costs("d").seconds(work), costs("whole").seconds(work)
-            assert 0.3 * whole_s < staged_s < 6 * whole_s  # half a millisecond, on cores that others use
+            assert 0.4 * whole_s < staged_s < 3 * whole_s  # of a model whose layers take next to nothing
     finally:
         await directory.stop()
 
