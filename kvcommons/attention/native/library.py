@@ -88,34 +88,15 @@ class Kernel:
         self._library.kvc_read(memory.data_ptr(), size, self._parallel, torch.get_num_threads(), self._index)
 
 
-class PagedBatch:
-    """A BatchPlan (kvcommons.backend.interface) over KV that the kernel `serves`; not for two threads at
-    once."""
+class _PagedPlan:
+    """Queries over KV that the kernel `serves`; not for two threads at once."""
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        kv_shape: Sequence[int],
-        tables: Tensor,
-        lengths: Tensor,
-        first_key_positions: Tensor,
-        query_positions: Tensor,
-        window: int | None,
-    ) -> None:
-        self._kernel = kernel
-        # Copied: a batch moves its lengths on in place.
-        columns = torch.stack((lengths, first_key_positions, query_positions))
-        tables = tables.contiguous()
-        self._kept = tables, columns
-        first, row = columns.data_ptr(), columns.stride(0) * columns.element_size()
-        _, _, kv_heads, block_tokens, dim = kv_shape
-        self._call = STRUCTURES["kvc_batch"](
-            tables=tables.data_ptr(), lengths=first, first_positions=first + row,
-            query_positions=first + 2 * row, parallel=kernel._parallel, batch=tables.shape[0],
-            kv_heads=kv_heads, dim=dim, block_tokens=block_tokens, table_width=tables.shape[1],
-            window=window or 0, variant=kernel._index,
-        )  # fmt: skip
+    def __init__(self, kernel: Kernel, call: Any, attend: Any, scratch_bytes: Any) -> None:
+        """`call` is the structure that both functions of the library take; what it points to stays."""
+        self._call = call
+        self._attend, self._scratch_bytes = attend, scratch_bytes
         self._scratch: Tensor | None = None
+        call.parallel, call.variant = kernel._parallel, kernel._index
 
     def attend(self, q: Tensor, kv: Tensor, scale: float, into: Partial | None = None) -> Partial:
         rows, heads, dim = q.shape
@@ -127,26 +108,51 @@ class PagedBatch:
         call.q, call.kv = q.data_ptr(), kv.data_ptr()
         call.q_row, call.q_head = q.stride(0), q.stride(1)
         call.q_is_bf16, call.kv_is_bf16 = q.dtype == torch.bfloat16, kv.dtype == torch.bfloat16
-        self._kernel._library.kvc_attend(byref(call))
+        self._attend(byref(call))
         return into
 
     def prepare(self, scale: float, into: Partial) -> Any:
-        """The structure kvc_batch, but for its queries and KV, and what these are like; it is worth something
-        as long as this plan and `into` are there."""
+        """The structure, but for its queries and KV, and what these are like; it is worth something as long
+        as this plan and `into` are there."""
         call, heads = self._call, into.out.shape[1]
         call.out, call.lse, call.scale = into.out.data_ptr(), into.lse.data_ptr(), scale
         threads = torch.get_num_threads()
         if self._scratch is None or call.heads != heads or call.threads != threads:
             call.heads, call.threads = heads, threads
-            size = self._kernel._library.kvc_scratch_bytes(byref(call))
-            self._scratch = torch.empty(size + 64, dtype=torch.uint8)
+            self._scratch = torch.empty(self._scratch_bytes(byref(call)) + 64, dtype=torch.uint8)
             call.scratch = (self._scratch.data_ptr() + 63) // 64 * 64
         return call
 
 
-class PagedChunk:
-    """A ChunkPlan (kvcommons.backend.interface) over KV that the kernel `serves`; not for two threads at
-    once."""
+class PagedBatch(_PagedPlan):
+    """A BatchPlan (kvcommons.backend.interface)."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        kv_shape: Sequence[int],
+        tables: Tensor,
+        lengths: Tensor,
+        first_key_positions: Tensor,
+        query_positions: Tensor,
+        window: int | None,
+    ) -> None:
+        # Copied: a batch moves its lengths on in place.
+        columns = torch.stack((lengths, first_key_positions, query_positions))
+        tables = tables.contiguous()
+        self._kept = tables, columns
+        first, row = columns.data_ptr(), columns.stride(0) * columns.element_size()
+        _, _, kv_heads, block_tokens, dim = kv_shape
+        call = STRUCTURES["kvc_batch"](
+            tables=tables.data_ptr(), lengths=first, first_positions=first + row,
+            query_positions=first + 2 * row, batch=tables.shape[0], kv_heads=kv_heads, dim=dim,
+            block_tokens=block_tokens, table_width=tables.shape[1], window=window or 0,
+        )  # fmt: skip
+        super().__init__(kernel, call, kernel._library.kvc_attend, kernel._library.kvc_scratch_bytes)
+
+
+class PagedChunk(_PagedPlan):
+    """A ChunkPlan (kvcommons.backend.interface)."""
 
     def __init__(
         self,
@@ -160,40 +166,15 @@ class PagedChunk:
         window: int | None,
     ) -> None:
         """`first_query`: which key row 0 is the query of, by index."""
-        self._kernel = kernel
         self._table = table.contiguous()
         _, _, kv_heads, block_tokens, dim = kv_shape
         length = min(length, len(table) * block_tokens)
-        self._call = STRUCTURES["kvc_chunk"](
-            table=self._table.data_ptr(), parallel=kernel._parallel, rows=rows, heads=query_heads,
-            kv_heads=kv_heads, dim=dim, block_tokens=block_tokens, length=length, first_query=first_query,
-            window=window or 0, variant=kernel._index,
+        call = STRUCTURES["kvc_chunk"](
+            table=self._table.data_ptr(), rows=rows, heads=query_heads, kv_heads=kv_heads, dim=dim,
+            block_tokens=block_tokens, length=length, first_query=first_query, window=window or 0,
         )  # fmt: skip
-        self._scratch: Tensor | None = None
-
-    def attend(self, q: Tensor, kv: Tensor, scale: float) -> Partial:
-        rows, heads, dim = q.shape
-        if q.stride(2) != 1:
-            q = q.contiguous()
-        partial = Partial(out=torch.empty((rows, heads, dim)), lse=torch.empty((rows, heads)))
-        call = self.prepare(scale, partial)
-        call.q, call.kv = q.data_ptr(), kv.data_ptr()
-        call.q_row, call.q_head = q.stride(0), q.stride(1)
-        call.q_is_bf16, call.kv_is_bf16 = q.dtype == torch.bfloat16, kv.dtype == torch.bfloat16
-        self._kernel._library.kvc_attend_chunk(byref(call))
-        return partial
-
-    def prepare(self, scale: float, into: Partial) -> Any:
-        """The structure kvc_chunk, as PagedBatch.prepare has its own."""
-        call = self._call
-        call.out, call.lse, call.scale = into.out.data_ptr(), into.lse.data_ptr(), scale
-        threads = torch.get_num_threads()
-        if self._scratch is None or call.threads != threads:
-            call.threads = threads
-            size = self._kernel._library.kvc_chunk_scratch_bytes(byref(call))
-            self._scratch = torch.empty(size + 64, dtype=torch.uint8)
-            call.scratch = (self._scratch.data_ptr() + 63) // 64 * 64
-        return call
+        library = kernel._library
+        super().__init__(kernel, call, library.kvc_attend_chunk, library.kvc_chunk_scratch_bytes)
 
 
 def serves(kv: Tensor) -> bool:
