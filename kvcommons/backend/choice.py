@@ -37,7 +37,7 @@ def choose(device: str = "cpu", products: Products = Products.NATIVE) -> Backend
     if place.type == "cpu":
         kernel = library.chosen()
         operators = NativeOperators(kernel, products)
-        return Backend(device=HostDevice(), operators=operators, attention=NativeAttention(kernel))
+        return Backend(device=HostDevice(kernel), operators=operators, attention=NativeAttention(kernel))
     if place.type == "cuda":
         return _cuda(place)
     far = TorchDevice(place)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcommons.attention.native.library import Kernel
 from kvcommons.backend.interface import Device, DeviceEvent
 from kvcommons.backend.torch_device import HAPPENED
 
@@ -16,6 +17,10 @@ class HostDevice(Device):
     """Nothing is copied, and nothing is waited for."""
 
     host = True
+
+    def __init__(self, kernel: Kernel | None = None) -> None:
+        """`kernel`: what computes; None: torch."""
+        self._kernel = kernel
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -40,3 +45,7 @@ class HostDevice(Device):
 
     def record(self) -> DeviceEvent:
         return HAPPENED
+
+    def keep_awake(self, seconds: float) -> None:
+        if self._kernel is not None:
+            self._kernel.keep_awake(seconds)

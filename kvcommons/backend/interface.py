@@ -72,6 +72,11 @@ class Device(Protocol):
     def record(self) -> DeviceEvent:
         """Of all that the device was given until now, by any thread."""
 
+    def keep_awake(self, seconds: float) -> None:
+        """So long the threads that compute with the calling one wait awake for its next operation, where
+        threads of ours compute."""
+        return None
+
 
 class Matrix(Protocol):
     """A packed weight and its bias."""

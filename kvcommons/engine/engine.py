@@ -33,7 +33,6 @@ from functools import partial
 
 import torch
 
-from kvcommons.backend.team import Team, parallel_address
 from kvcommons.engine.block_publisher import BlockPublisher
 from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics, Movable, SequenceUpdate
 from kvcommons.engine.core import Core
@@ -70,6 +69,10 @@ log = logging.getLogger(__name__)
 SHORT_S = 0.02  # between looks whether a block has come free
 POLL_S = 0.1  # while prompts wait for memory or their deadline
 PREEMPT_PAUSE_S = 0.1  # blocks of a preempted sequence that are being saved come free within about this time
+# Threads that compute wait awake for an iteration that follows soon: between two of them with all KV here are
+# 1 to 3 ms. Else from one operation of a layer to the next: attention of other processes may need the core.
+AWAKE_S = 0.005
+DOZING_S = 0.00006
 RESERVING_S = 2.0  # nobody gives way for so long at most, where a reservation under way may fall through
 
 
@@ -108,7 +111,6 @@ class Engine:
         self._callbacks = callbacks
         self._metrics = metrics
         self._cores = cores
-        self._team = Team(parallel_address() if core.backend.device.host else None)
         self._speculation = speculation
         self.predictor = predictor or (prompts.predictor if prompts is not None else Predictor())
         self._sequences: dict[int, Generating] = {}
@@ -281,23 +283,27 @@ class Engine:
 
     @contextmanager
     def cores(self, iteration: Iteration) -> Iterator[None]:
-        with self._computing(urgent=any(isinstance(group, TokenRows) for group in iteration.groups)):
+        generating = [group for group in iteration.groups if isinstance(group, TokenRows)]
+        follows_soon = bool(generating) and all(group.batch.plain for group in generating)
+        with self._computing(urgent=bool(generating), awake_s=AWAKE_S if follows_soon else DOZING_S):
             yield
 
     @contextmanager
-    def _computing(self, *, urgent: bool) -> Iterator[None]:
+    def _computing(self, *, urgent: bool, awake_s: float = AWAKE_S) -> Iterator[None]:
         """This engine's threads have the host's cores: within an iteration that has them, they have them
-        already."""
+        already. They wait so long for the next operation, unless others want the cores."""
         cores = self._cores if self._cores is not None and not self._cores.held else None
         if cores is not None:
             with self._budget.waiting():  # who has the cores may need attention computed here
                 cores.acquire(urgent=urgent)
-        self._team.begin()
+        device = self._core.backend.device
+        device.keep_awake(awake_s)
         try:
             yield
         finally:
-            self._team.end()
             if cores is not None:
+                if cores.wanted:
+                    device.keep_awake(0.0)
                 cores.release()
 
     def between_layers(self, iteration: Iteration) -> None:

@@ -327,7 +327,7 @@ class ServedPlan:
         self._windows = torch.tensor([window or 0 for window in model.windows], dtype=torch.int64)
         fill(
             plan.batch, kv=kv, tables=self._tables, lengths=self._lengths,
-            first_positions=self._key_positions, query_positions=self._positions, parallel=kernel._parallel,
+            first_positions=self._key_positions, query_positions=self._positions,
             threads=torch.get_num_threads(), variant=kernel._index, batch=len(self._rows),
             q_row=layout.query_heads * layout.head_dim, q_head=layout.head_dim,
             heads=layout.query_heads, kv_heads=layout.kv_heads, dim=layout.head_dim,

@@ -42,14 +42,14 @@ struct Space {
 
 void multiply(const kvc_advance& call, const kvc_matrix& matrix, const void* x, void* out, void* arranged) {
     kvc_product product{
-        x, matrix.packed, matrix.bias, out, arranged, call.parallel, call.count, matrix.rows, matrix.size, call.threads,
+        x, matrix.packed, matrix.bias, out, arranged, call.count, matrix.rows, matrix.size, call.threads,
         call.is_bf16, call.variant};
     kvc_multiply(&product);
 }
 
 void norm(
     const kvc_advance& call, const void* x, const void* added, const float* weight, int64_t size, void* sum, void* out) {
-    kvc_norm rows{x, added, weight, sum, out, call.parallel, call.count, size, call.threads, call.epsilon, call.is_bf16,
+    kvc_norm rows{x, added, weight, sum, out, call.count, size, call.threads, call.epsilon, call.is_bf16,
                   call.variant};
     kvc_norm_rows(&rows);
 }
@@ -72,13 +72,13 @@ EXPORTED void kvc_advance_rows(const kvc_advance* call) {
     multiply(*call, closing.output, call->attended, projected, arranged);
     norm(*call, call->hidden, projected, closing.norm, hidden, middle, normed);
     multiply(*call, closing.gate_up, normed, mixed, arranged);
-    kvc_gate gate{mixed, gated, call->parallel, call->count, mlp, call->threads, call->is_bf16, call->variant};
+    kvc_gate gate{mixed, gated, call->count, mlp, call->threads, call->is_bf16, call->variant};
     kvc_gate_rows(&gate);
     multiply(*call, closing.down, gated, projected, arranged);
     norm(*call, middle, projected, opening.norm, hidden, call->sum, normed);
     multiply(*call, opening.qkv, normed, call->qkv, arranged);
     kvc_rotation rotation{
-        call->qkv, opening.qk_norm, call->cos, call->sin, call->rotated, call->parallel, call->count, opening.qkv.rows,
+        call->qkv, opening.qk_norm, call->cos, call->sin, call->rotated, call->count, opening.qkv.rows,
         opening.rotated_heads, opening.dim, call->threads, call->epsilon, call->is_bf16, call->variant};
     kvc_rotate_rows(&rotation);
 }

@@ -36,7 +36,6 @@ struct kvc_advance {
     void* qkv;             // [count, rows of qkv]
     void* rotated;         // [count, rotated_heads, dim]
     void* space;           // kvc_advance_bytes, aligned to 64
-    kvc_parallel parallel;
     int64_t count, threads;
     float epsilon;
     int32_t is_bf16, variant;

@@ -86,7 +86,7 @@ class NativeSlice:
             closing=addressof(self.closing), opening=addressof(next_layer.opening),
             hidden=hidden.data_ptr(), attended=attended.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(),
             sum=total.data_ptr(), qkv=qkv.data_ptr(), rotated=rotated.data_ptr(),
-            parallel=self._kernel._parallel, count=count, threads=torch.get_num_threads(), epsilon=epsilon,
+            count=count, threads=torch.get_num_threads(), epsilon=epsilon,
             is_bf16=dtype == torch.bfloat16, variant=self._kernel._index,
         )  # fmt: skip
         space = self.space(call)

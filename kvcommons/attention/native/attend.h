@@ -6,10 +6,6 @@
 
 extern "C" {
 
-// OpenMP's entry into a parallel region, as GCC's and LLVM's runtimes both have it. The caller passes the one
-// that torch uses: a second pool of threads would fight with the first one's, which spin between two regions.
-typedef void (*kvc_parallel)(void (*body)(void*), void* argument, unsigned threads, unsigned flags);
-
 // One row a sequence over paged KV. Sizes in elements unless they say bytes; all pointers are the caller's.
 struct kvc_batch {
     const void* q;    // [batch, heads, dim], rows contiguous
@@ -21,7 +17,6 @@ struct kvc_batch {
     float* out;       // [batch, heads, dim]
     float* lse;       // [batch, heads]
     void* scratch;    // kvc_scratch_bytes, aligned to 64
-    kvc_parallel parallel;  // null: in the calling thread alone
     int64_t q_row, q_head;  // strides
     int64_t batch, heads, kv_heads, dim, block_tokens, table_width;
     int64_t window;   // tokens that a query sees, its own included; 0: all
@@ -39,7 +34,6 @@ struct kvc_chunk {
     float* out;       // [rows, heads, dim]
     float* lse;       // [rows, heads]
     void* scratch;    // kvc_chunk_scratch_bytes, aligned to 64
-    kvc_parallel parallel;
     int64_t q_row, q_head;  // strides
     int64_t rows, heads, kv_heads, dim, block_tokens;
     int64_t length;       // keys that are there
@@ -56,7 +50,6 @@ struct kvc_merge {
     const float* const* lses;  // [parts] of [rows]
     float* out;
     float* lse;
-    kvc_parallel parallel;
     int64_t parts, rows, dim, threads;
     int32_t variant;
 };

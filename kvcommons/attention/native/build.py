@@ -162,6 +162,7 @@ def _build(compiler: str, folder: Path) -> None:
             "structures",
             "creditor",
             "debtor",
+            "team",
         ):
             compile_unit(unit, unit, known)
         # Into the same folder first: moving it there is what makes it appear whole.

@@ -168,7 +168,7 @@ void gather(const kvc_layer& layer) {
             memcpy(lse, lses[0], (size_t)(heads * 4));
             continue;
         }
-        kvc_merge merge{outs, lses, out, lse, nullptr, count, heads, dim, 1, layer.variant};
+        kvc_merge merge{outs, lses, out, lse, count, heads, dim, 1, layer.variant};
         kvc_merge_partials(&merge);
     }
 }

@@ -55,7 +55,7 @@ void forward(kvc_forward* call, Attention* const* attentions) {
         const kvc_opening& opening = *call->openings[layer];
         kvc_advance advance{
             call->closings[layer], &opening, rows.hidden, attended, call->cos, call->sin, call->sum, call->qkv,
-            call->rotated, call->space, call->parallel, call->count, call->threads, call->epsilon, call->is_bf16,
+            call->rotated, call->space, call->count, call->threads, call->epsilon, call->is_bf16,
             call->variant};
         kvc_advance_rows(&advance);
         int64_t dim = opening.dim, heads = opening.rotated_heads;

@@ -25,7 +25,6 @@ struct kvc_forward {
     void* rotated;
     void* attended;        // [count, heads * dim], own
     void* space;           // of kvc_advance, own
-    kvc_parallel parallel;
     int64_t q_row, k_row, v_row;
     int64_t layers, layer_bytes, count, threads;
     int64_t attention_ns;  // out: how long attention took

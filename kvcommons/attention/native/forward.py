@@ -69,7 +69,7 @@ class NativeForward:
             **{form: addressof(attentions)}, kv=kv[layers.start].data_ptr(), slots=slots.data_ptr(),
             hidden=hidden.data_ptr(), q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), cos=cos.data_ptr(),
             sin=sin.data_ptr(), sum=total.data_ptr(), qkv=projected.data_ptr(), rotated=rotated.data_ptr(),
-            attended=attended.data_ptr(), space=space.data_ptr(), parallel=self._kernel._parallel,
+            attended=attended.data_ptr(), space=space.data_ptr(),
             q_row=q.stride(0), k_row=k.stride(0), v_row=v.stride(0), layers=len(layers),
             layer_bytes=kv.stride(0) * kv.element_size(), count=count, threads=threads,
             epsilon=self._epsilon, is_bf16=is_bf16, variant=self._kernel._index,

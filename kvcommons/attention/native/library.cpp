@@ -1,5 +1,6 @@
 // Which instruction set is taken, how the work is divided, and what ctypes calls.
 #include "attend.h"
+#include "team.h"
 
 using namespace kvc;
 
@@ -109,13 +110,6 @@ void take_units(void* argument) {
         if (number >= all) return;
         take_unit(work, number, space);
     }
-}
-
-void run(kvc_parallel parallel, void (*body)(void*), void* argument, int64_t threads) {
-    if (threads > 1 && parallel)
-        parallel(body, argument, (unsigned)threads, 0);
-    else
-        body(argument);
 }
 
 struct MergeWork {
@@ -272,7 +266,7 @@ EXPORTED void kvc_attend(const kvc_batch* batch) {
     int64_t integers = (batch->batch + 1) * 8 + batch->batch * batch->kv_heads * 4;
     work.workspaces = (float*)((char*)batch->scratch + up(integers, 64) * 64);
     work.partials = work.workspaces + batch->threads * workspace_floats(*batch);
-    if (work.units) run(batch->parallel, take_units, &work, work.threads);
+    if (work.units) in_parallel(take_units, &work, work.threads);
 }
 
 // What `scratch` of a chunk needs for `threads`, in bytes.
@@ -286,7 +280,7 @@ EXPORTED void kvc_attend_chunk(const kvc_chunk* chunk) {
     work.outs = (float*)chunk->scratch;
     work.lses = work.outs + work.partial_rows() * chunk->dim;
     work.spaces = (char*)(work.outs + up(work.partial_rows() * (chunk->dim + 1), ALIGNED) * ALIGNED);
-    run(chunk->parallel, take_chunk_units, &work, work.threads());
+    in_parallel(take_chunk_units, &work, work.threads());
     if (work.splits == 1) return;
     const float *outs[CHUNK_UNITS], *lses[CHUNK_UNITS];
     for (int64_t i = 0; i < work.splits; i++) {
@@ -294,7 +288,7 @@ EXPORTED void kvc_attend_chunk(const kvc_chunk* chunk) {
         lses[i] = work.lses + i * rows;
     }
     kvc_merge merge{
-        outs, lses, chunk->out, chunk->lse, chunk->parallel, work.splits, rows, chunk->dim, chunk->threads,
+        outs, lses, chunk->out, chunk->lse, work.splits, rows, chunk->dim, chunk->threads,
         chunk->variant};
     kvc_merge_partials(&merge);
 }
@@ -303,12 +297,12 @@ EXPORTED void kvc_merge_partials(const kvc_merge* merge) {
     int64_t bytes = merge->rows * merge->dim * merge->parts * 4;
     int64_t threads = most(least(merge->threads, bytes / (4 * THREAD_BYTES)), 1);
     MergeWork work{merge, &chosen(merge->variant, 0), most(up(merge->rows, threads * 4), 1), 0};
-    run(merge->parallel, take_rows, &work, threads);
+    in_parallel(take_rows, &work, threads);
 }
 
 // Reads memory and does nothing with it: what a benchmark holds attention against.
-EXPORTED float kvc_read(const char* bytes, int64_t size, kvc_parallel parallel, int64_t threads, int32_t variant) {
+EXPORTED float kvc_read(const char* bytes, int64_t size, int64_t threads, int32_t variant) {
     ReadWork work{bytes, size, 1 << 20, 0, &chosen(variant, 0), 0};
-    run(parallel, take_bytes, &work, threads);
+    in_parallel(take_bytes, &work, threads);
     return work.result;
 }

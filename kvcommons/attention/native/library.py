@@ -17,7 +17,6 @@ from torch import Tensor
 from kvcommons.attention.native import build, structures
 from kvcommons.attention.native.structures import STRUCTURES
 from kvcommons.backend.interface import Partial
-from kvcommons.backend.team import parallel_address
 from kvcommons.errors import InvalidInput
 
 log = logging.getLogger(__name__)
@@ -45,8 +44,10 @@ class Kernel:
         self._library.kvc_panel.restype = c_int64
         self._library.kvc_arranged_bytes.restype = c_int64
         self._library.kvc_arranged_bytes.argtypes = (c_int64, c_int64)
+        self._library.kvc_keep_awake.restype = None
+        self._library.kvc_keep_awake.argtypes = (c_int64,)
         self._library.kvc_read.restype = c_float
-        self._library.kvc_read.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_int32)
+        self._library.kvc_read.argtypes = (c_void_p, c_int64, c_int64, c_int32)
         names = self.variants()
         if variant is not None and variant not in names:
             raise InvalidInput(
@@ -54,7 +55,6 @@ class Kernel:
             )
         self.variant = variant or names[-1]
         self._index = list(self._all_variants()).index(self.variant)
-        self._parallel = parallel_address()
 
     def variants(self) -> list[str]:
         """Of those compiled, what this processor has, from the plainest to the widest."""
@@ -76,16 +76,20 @@ class Kernel:
         lse_pointers = (c_void_p * count)(*[part.data_ptr() for part in lses])
         call = STRUCTURES["kvc_merge"](
             outs=ctypes.addressof(out_pointers), lses=ctypes.addressof(lse_pointers), out=out.data_ptr(),
-            lse=lse.data_ptr(), parallel=self._parallel, parts=count, rows=lse.numel(), dim=out.shape[-1],
+            lse=lse.data_ptr(), parts=count, rows=lse.numel(), dim=out.shape[-1],
             threads=torch.get_num_threads(), variant=self._index,
         )  # fmt: skip
         self._library.kvc_merge_partials(byref(call))
         return Partial(out=out, lse=lse)
 
+    def keep_awake(self, seconds: float) -> None:
+        """So long the threads that compute with the calling one wait awake for its next operation."""
+        self._library.kvc_keep_awake(round(seconds * 1e9))
+
     def read(self, memory: Tensor) -> None:
         """Reads all of a contiguous CPU tensor, on as many threads as torch has: for benchmarks."""
         size = memory.numel() * memory.element_size()
-        self._library.kvc_read(memory.data_ptr(), size, self._parallel, torch.get_num_threads(), self._index)
+        self._library.kvc_read(memory.data_ptr(), size, torch.get_num_threads(), self._index)
 
 
 class _PagedPlan:
@@ -96,7 +100,7 @@ class _PagedPlan:
         self._call = call
         self._attend, self._scratch_bytes = attend, scratch_bytes
         self._scratch: Tensor | None = None
-        call.parallel, call.variant = kernel._parallel, kernel._index
+        call.variant = kernel._index
 
     def attend(self, q: Tensor, kv: Tensor, scale: float, into: Partial | None = None) -> Partial:
         rows, heads, dim = q.shape

@@ -11,7 +11,6 @@ extern "C" {
 struct kvc_packing {
     const void* weight;  // [rows, size]; size is even for bfloat16
     void* packed;        // kvc_packed_bytes, aligned to 64
-    kvc_parallel parallel;
     int64_t rows, size, threads;
     int32_t is_bf16, variant;
 };
@@ -24,7 +23,6 @@ struct kvc_product {
     const void* bias;    // [rows]; null: none
     void* out;           // [count, rows]
     void* arranged;      // kvc_arranged_bytes, the caller's memory
-    kvc_parallel parallel;
     int64_t count, rows, size, threads;
     int32_t is_bf16, variant;
 };

@@ -61,7 +61,7 @@ class PackedWeight:
         size = library.kvc_packed_bytes(self.rows, self.size, self._is_bf16, kernel._index)
         self._packed = memory.take(size)[:size]
         call = STRUCTURES["kvc_packing"](
-            weight=weight.data_ptr(), packed=self._packed.data_ptr(), parallel=kernel._parallel,
+            weight=weight.data_ptr(), packed=self._packed.data_ptr(),
             rows=self.rows, size=self.size, threads=torch.get_num_threads(), is_bf16=self._is_bf16,
             variant=kernel._index,
         )  # fmt: skip
@@ -82,7 +82,7 @@ class PackedWeight:
         call = STRUCTURES["kvc_product"](
             x=x.data_ptr(), packed=self._packed.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(), out=out.data_ptr(),
-            arranged=arranged.data_ptr(), parallel=self._kernel._parallel, count=count, rows=self.rows,
+            arranged=arranged.data_ptr(), count=count, rows=self.rows,
             size=self.size, threads=torch.get_num_threads(), is_bf16=self._is_bf16,
             variant=self._kernel._index,
         )  # fmt: skip

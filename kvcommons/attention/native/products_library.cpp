@@ -1,5 +1,6 @@
 // Which instruction set is taken for products.h, how a product is divided, and what ctypes calls.
 #include "products.h"
+#include "team.h"
 
 using namespace kvc;
 
@@ -54,12 +55,9 @@ struct Units {
 };
 
 template <class Body>
-void run(kvc_parallel parallel, int64_t threads, int64_t count, const Body& body) {
+void run(int64_t threads, int64_t count, const Body& body) {
     Units<Body> units{&body, count, 0};
-    if (threads > 1 && parallel)
-        parallel(Units<Body>::take, &units, (unsigned)least(threads, count), 0);
-    else
-        Units<Body>::take(&units);
+    in_parallel(Units<Body>::take, &units, least(threads, count));
 }
 
 }  // namespace
@@ -78,7 +76,7 @@ EXPORTED int64_t kvc_panel(int32_t variant) { return chosen(variant).panel; }
 EXPORTED void kvc_pack_weight(const kvc_packing* call) {
     const ProductVariant& variant = chosen(call->variant);
     int64_t panels = up(call->rows, variant.panel);
-    run(call->parallel, call->threads, panels, [&](int64_t panel) { variant.pack(*call, panel, panel + 1); });
+    run(call->threads, panels, [&](int64_t panel) { variant.pack(*call, panel, panel + 1); });
 }
 
 // Of what kvc_multiply needs beside the result.
@@ -89,7 +87,7 @@ EXPORTED void kvc_multiply(const kvc_product* call) {
     int64_t groups = up(call->count, variant.group), row_bytes = call->size * 4;
     int64_t parts = least(call->threads, up(call->count * row_bytes, 4 * THREAD_BYTES));
     int64_t part = up(groups, parts);
-    run(call->parallel, parts, parts, [&](int64_t number) {
+    run(parts, parts, [&](int64_t number) {
         variant.arrange(*call, number * part, least((number + 1) * part, groups));
     });
     int64_t panels = up(call->rows, variant.panel);
@@ -104,7 +102,7 @@ EXPORTED void kvc_multiply(const kvc_product* call) {
     int64_t some = up(panels, threads > 1 ? 4 * threads : 1);
     if (call->count == 1) some = up(some, PANELS) * PANELS;
     int64_t pieces = up(panels, some);
-    run(call->parallel, threads, blocks * pieces, [&](int64_t unit) {
+    run(threads, blocks * pieces, [&](int64_t unit) {
         int64_t first = unit / pieces * rows, panel = unit % pieces * some;
         variant.multiply(*call, first, least(first + rows, call->count), panel, least(panel + some, panels));
     });

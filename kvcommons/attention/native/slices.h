@@ -12,7 +12,6 @@ struct kvc_norm {
     const float* weight;  // [size]
     void* sum;            // [rows, size], x + added; not written where nothing is added
     void* out;            // [rows, size], of the sum as it is rounded
-    kvc_parallel parallel;
     int64_t rows, size, threads;
     float epsilon;
     int32_t is_bf16, variant;
@@ -25,7 +24,6 @@ struct kvc_rotation {
     const float* cos;     // [rows, dim / 2]
     const float* sin;
     void* out;            // [rows, heads, dim]
-    kvc_parallel parallel;
     int64_t rows, row, heads, dim, threads;
     float epsilon;
     int32_t is_bf16, variant;
@@ -35,7 +33,6 @@ struct kvc_rotation {
 struct kvc_gate {
     const void* x;  // [rows, 2, size], gate and up
     void* out;      // [rows, size]
-    kvc_parallel parallel;
     int64_t rows, size, threads;
     int32_t is_bf16, variant;
 };

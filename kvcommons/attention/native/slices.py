@@ -32,7 +32,7 @@ def norm(
     rows, size = x.shape
     call = STRUCTURES["kvc_norm"](
         x=x.data_ptr(), added=None if added is None else added.data_ptr(), weight=weight.data_ptr(),
-        sum=total.data_ptr(), out=out.data_ptr(), parallel=kernel._parallel, rows=rows, size=size,
+        sum=total.data_ptr(), out=out.data_ptr(), rows=rows, size=size,
         threads=torch.get_num_threads(), epsilon=epsilon, is_bf16=x.dtype == torch.bfloat16,
         variant=kernel._index,
     )  # fmt: skip
@@ -54,7 +54,7 @@ def rotate(
     out = torch.empty((rows, heads, dim), dtype=x.dtype)
     call = STRUCTURES["kvc_rotation"](
         x=x.data_ptr(), weight=None if weight is None else weight.data_ptr(), cos=cos.data_ptr(),
-        sin=sin.data_ptr(), out=out.data_ptr(), parallel=kernel._parallel, rows=rows, row=x.stride(0),
+        sin=sin.data_ptr(), out=out.data_ptr(), rows=rows, row=x.stride(0),
         heads=heads, dim=dim, threads=torch.get_num_threads(), epsilon=epsilon,
         is_bf16=x.dtype == torch.bfloat16, variant=kernel._index,
     )  # fmt: skip
@@ -68,7 +68,7 @@ def gate(kernel: Kernel, mixed: Tensor) -> Tensor:
     rows, size = mixed.shape[0], mixed.shape[1] // 2
     out = torch.empty((rows, size), dtype=mixed.dtype)
     call = STRUCTURES["kvc_gate"](
-        x=mixed.data_ptr(), out=out.data_ptr(), parallel=kernel._parallel, rows=rows, size=size,
+        x=mixed.data_ptr(), out=out.data_ptr(), rows=rows, size=size,
         threads=torch.get_num_threads(), is_bf16=mixed.dtype == torch.bfloat16, variant=kernel._index,
     )  # fmt: skip
     kernel._library.kvc_gate_rows(byref(call))

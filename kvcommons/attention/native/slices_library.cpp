@@ -1,5 +1,6 @@
 // Which instruction set is taken for slices.h, how rows are divided, and what ctypes calls.
 #include "slices.h"
+#include "team.h"
 
 using namespace kvc;
 
@@ -46,12 +47,9 @@ template <class Call>
 void run(const Call* call, void (*body)(const Call&, int64_t, int64_t), int64_t elements) {
     int64_t threads = elements * (call->is_bf16 ? 2 : 4) / THREAD_BYTES;
     if (threads > call->threads) threads = call->threads;
-    if (threads > 1 && call->parallel) {
-        Rows<Call> work{call, body, (call->rows + 4 * threads - 1) / (4 * threads), 0};
-        call->parallel(take_rows<Call>, &work, (unsigned)threads, 0);
-    } else {
-        body(*call, 0, call->rows);
-    }
+    if (threads <= 1) return body(*call, 0, call->rows);
+    Rows<Call> work{call, body, (call->rows + 4 * threads - 1) / (4 * threads), 0};
+    in_parallel(take_rows<Call>, &work, threads);
 }
 
 }  // namespace

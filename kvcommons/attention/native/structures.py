@@ -24,7 +24,6 @@ _NUMBERS: Mapping[str, Any] = MappingProxyType(
         "int32_t": ctypes.c_int32,
         "uint32_t": ctypes.c_uint32,
         "float": ctypes.c_float,
-        "kvc_parallel": ctypes.c_void_p,
     }
 )
 _STRUCTURE = re.compile(r"^struct (kvc_\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)

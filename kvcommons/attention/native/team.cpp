@@ -1,0 +1,190 @@
+// team.h on threads of our own. OpenMP's cannot be told while they run how long they are to stay awake, and each call waits
+// for all of them: for those, too, that are still being woken, or from which somebody else has taken the core.
+#include "team.h"
+
+#include <linux/futex.h>
+#include <new>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "clock.h"
+
+namespace kvc {
+namespace {
+
+// Until somebody says otherwise: from one operation of a layer to the next, but not for an answer.
+constexpr int64_t AWAKE_NS = 60000;
+// Looks at what is waited for, until the core is offered to others, who may be those that are waited for.
+constexpr int LOOKS = 256;
+constexpr int FOLLOWERS_MAX = 255;
+
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+struct Team;
+
+struct Follower {
+    Team* team;
+    int number;
+    pthread_t thread;
+};
+
+// A thread that leads, and those that follow it.
+struct alignas(64) Team {
+    // Of `state`: which call it is, from bit NUMBER on, how many more may begin with it, and how many are at it.
+    static constexpr uint64_t AT_IT = 0xffff, PLACE = 0x10000, PLACES = 0xffff0000;
+    static constexpr int NUMBER = 32;
+
+    uint64_t state = 0;
+    void (*body)(void*) = nullptr;
+    void* argument = nullptr;
+    // What sleepers wait for another value of.
+    alignas(64) int32_t calls = 0;
+    int32_t sleepers = 0, ended = 0;
+    int64_t awake_ns = AWAKE_NS;
+    int core = 0;  // the leader's
+    pid_t leader = (pid_t)syscall(SYS_gettid);
+    int count = 0;
+    Follower followers[FOLLOWERS_MAX];
+
+    void lead(void (*next)(void*), void* with, int others) {
+        body = next;
+        argument = with;
+        core = sched_getcpu();
+        uint64_t number = (__atomic_load_n(&state, __ATOMIC_RELAXED) >> NUMBER) + 1;
+        __atomic_store_n(&state, number << NUMBER | (uint64_t)others * PLACE, __ATOMIC_SEQ_CST);
+        wake();
+        next(with);
+        __atomic_fetch_and(&state, ~PLACES, __ATOMIC_ACQ_REL);
+        for (int looks = 1; __atomic_load_n(&state, __ATOMIC_ACQUIRE) & AT_IT; looks++) {
+            pause();
+            if (looks % LOOKS == 0) sched_yield();
+        }
+    }
+
+    // Whoever is about to sleep has either been counted by now, or sees the new number.
+    void wake() {
+        __atomic_fetch_add(&calls, 1, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST))
+            syscall(SYS_futex, &calls, FUTEX_WAKE_PRIVATE, FOLLOWERS_MAX, nullptr, nullptr, 0);
+    }
+
+    void follow(int number) {
+        uint64_t last = 0;
+        int looks = 0;
+        take_core(number);
+        for (int64_t since = now_ns();;) {
+            int32_t seen = __atomic_load_n(&calls, __ATOMIC_SEQ_CST);
+            if (__atomic_load_n(&ended, __ATOMIC_ACQUIRE)) return;
+            uint64_t now = __atomic_load_n(&state, __ATOMIC_SEQ_CST);
+            if (now & PLACES && now >> NUMBER != last) {
+                // Once it is at it, the call is not another one before it has left.
+                if (!__atomic_compare_exchange_n(&state, &now, now - PLACE + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+                    continue;
+                last = now >> NUMBER;
+                body(argument);
+                __atomic_fetch_sub(&state, 1, __ATOMIC_RELEASE);
+                since = now_ns();
+                continue;
+            }
+            pause();
+            if (++looks % LOOKS) continue;
+            sched_yield();
+            if (now_ns() - since < __atomic_load_n(&awake_ns, __ATOMIC_RELAXED)) continue;
+            __atomic_fetch_add(&sleepers, 1, __ATOMIC_SEQ_CST);
+            syscall(SYS_futex, &calls, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+            __atomic_fetch_sub(&sleepers, 1, __ATOMIC_SEQ_CST);
+            take_core(number);
+            since = now_ns();
+        }
+    }
+
+    // A kernel may wake threads that have slept on one core, as those of virtual machines do that let the other cores rest,
+    // and they share it for tens of milliseconds. Only a team that has a thread for each core that its leader may use is
+    // placed: which cores are left to a smaller one, others decide.
+    void take_core(int number) {
+        cpu_set_t usable, one;
+        if (sched_getaffinity(leader, sizeof usable, &usable)) return;
+        if (CPU_COUNT(&usable) == __atomic_load_n(&count, __ATOMIC_ACQUIRE) + 1) {
+            CPU_ZERO(&one);
+            CPU_CLR(core, &usable);
+            for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
+                if (CPU_ISSET(cpu, &usable) && number-- == 0) CPU_SET(cpu, &one);
+            usable = one;
+        }
+        sched_setaffinity(0, sizeof usable, &usable);
+    }
+
+    static void* follow(void* argument) {
+        Follower& follower = *(Follower*)argument;
+        follower.team->follow(follower.number);
+        return nullptr;
+    }
+
+    // As far as the system has threads for it. Signals are for the process's other threads.
+    void grow(int wanted) {
+        if (wanted <= count) return;
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        int number = __atomic_exchange_n(&count, wanted, __ATOMIC_ACQ_REL);
+        for (; number < wanted; number++) {
+            followers[number] = Follower{this, number, {}};
+            if (pthread_create(&followers[number].thread, nullptr, follow, &followers[number])) {
+                __atomic_store_n(&count, number, __ATOMIC_RELEASE);
+                break;
+            }
+            pthread_setname_np(followers[number].thread, "kvc-team");
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+};
+
+// Of this thread; it ends with it.
+thread_local Team* led = nullptr;
+pthread_key_t ending;
+
+void end(void* of_thread) {
+    Team* team = (Team*)of_thread;
+    __atomic_store_n(&team->ended, 1, __ATOMIC_RELEASE);
+    team->wake();
+    for (int number = 0; number < team->count; number++) pthread_join(team->followers[number].thread, nullptr);
+    free(team);
+}
+
+// Null where there is no memory for it.
+Team* team() {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, [] { pthread_key_create(&ending, end); });
+    if (led) return led;
+    void* memory = aligned_alloc(alignof(Team), sizeof(Team));
+    if (!memory) return nullptr;
+    led = new (memory) Team;
+    pthread_setspecific(ending, led);
+    return led;
+}
+
+}  // namespace
+
+void in_parallel(void (*body)(void*), void* argument, int64_t threads) {
+    int others = (int)(threads > FOLLOWERS_MAX ? FOLLOWERS_MAX : threads - 1);
+    Team* here = others > 0 ? team() : nullptr;
+    if (!here) return body(argument);
+    here->grow(others);
+    here->lead(body, argument, others);
+}
+
+}  // namespace kvc
+
+void kvc_keep_awake(int64_t nanoseconds) {
+    if (kvc::Team* here = kvc::team()) __atomic_store_n(&here->awake_ns, nanoseconds, __ATOMIC_RELAXED);
+}
