@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.limits import host_rates
 from benchmarks.mixed_iterations import MixedIterations, Point
-from benchmarks.peers.bounds import Rates, Rows, bound
+from benchmarks.peers.bounds import Rates, Rows, bound, in_words
 from benchmarks.peers.instruction_sets import INSTRUCTION_SETS, named, narrow
 from benchmarks.plot import panels
 from benchmarks.random_model import write_random_model
@@ -118,9 +118,8 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         )  # fmt: skip
         taken_s = measure(core, cells, options.rounds, progress)
         spec = ModelSpec.read(model)
-    title = (
-        f"{options.random_model}, bfloat16, {options.threads} threads{named(options.narrow)}; {rates.words}"
-    )
+    where = f"{options.threads} threads{named(options.narrow)}"
+    title = f"{options.random_model}, bfloat16, {where}; {in_words([rates])}"
     return summarise(title, spec, rates, taken_s)
 
 

@@ -47,10 +47,13 @@ def product_rate(size: int, dtype: torch.dtype) -> float:
 
 
 def read_bytes_s(size: int = 1 << 30) -> float:
-    """At which memory far larger than the caches is read on torch's threads."""
+    """At which memory far larger than the caches is read, on huge pages as weights and KV are, on torch's
+    threads."""
     import torch
 
-    memory = torch.ones(size // 8, dtype=torch.int64)
+    from kvcommons.backend.host_device import HostDevice
+
+    memory = HostDevice().allocate((size // 8,), torch.int64).fill_(1)
     rates = []
     for _ in range(_TIMES):
         began_s = time.perf_counter()

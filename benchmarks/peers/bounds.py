@@ -24,14 +24,15 @@ class Rates:
     read_bytes_s: float
     product_flop_s: float
 
-    @property
-    def words(self) -> str:
-        """For a report's title."""
-        read, product = self.read_bytes_s / 1e9, self.product_flop_s / 1e9
-        return f"memory read at {read:.1f} GB/s, products at {product:.0f} GFLOP/s"
-
     def seconds(self, *, read_bytes: float, flop: float) -> float:
         return max(read_bytes / self.read_bytes_s, flop / self.product_flop_s)
+
+
+def in_words(rates: Sequence[Rates]) -> str:
+    """From the least to the most, for a report's title."""
+    read = _span([one.read_bytes_s / 1e9 for one in rates], "GB/s")
+    products = _span([one.product_flop_s / 1e9 for one in rates], "GFLOP/s")
+    return f"memory read at {read}, products at {products}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,11 @@ def bound(spec: ModelSpec, rates: Rates, rows: Sequence[Rows]) -> Bound:
 def iteration_s(spec: ModelSpec, rates: Rates, rows: Sequence[Rows]) -> float:
     """Seconds of all of them."""
     return bound(spec, rates, rows).seconds
+
+
+def _span(values: Sequence[float], unit: str) -> str:
+    least, most = f"{min(values):.0f}", f"{max(values):.0f}"
+    return f"{least} {unit}" if least == most else f"{least} to {most} {unit}"
 
 
 def _product_s(rates: Rates, matrix: tuple[int, int], rows: int) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.limits import device_rates, host_rates
 from benchmarks.peers import instruction_sets
-from benchmarks.peers.bounds import Rates, kv_token_bytes
+from benchmarks.peers.bounds import Rates, in_words, kv_token_bytes
 from benchmarks.peers.grid import Cell, grid, kv_tokens
 from benchmarks.peers.named import RunningServer, add_peer_options, peer_servers
 from benchmarks.peers.servers import Sizes
@@ -79,7 +79,13 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         spec = ModelSpec.read(model)
         cells = _chosen(grid(spec.context_window, options.answer), options.cells)
         progress("measuring what the machine can do")
-        rates = _rates(options)
+        measured: list[Rates] = []
+
+        def rates() -> Rates:
+            measured.append(_rates(options))
+            return measured[-1]
+
+        rates()
         sizes = _sizes(cells, spec, options)
         progress("starting the stack")
         servers: dict[str, RunningServer] = {
@@ -88,7 +94,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         servers |= peer_servers(options, model, sizes, folder, running=running, progress=progress)
         compare = partial(_compare, servers, spec=spec, rates=rates, options=options, progress=progress)
         rows = [_row(cell, compare) for cell in cells]
-    title = f"{what}, bfloat16, {_where(options)}; {rates.words}"
+    title = f"{what}, bfloat16, {_where(options)}; {in_words(measured)}"
     ratios = {
         str(row["cell"]): float(row["over the better peer"]) for row in rows if "over the better peer" in row
     }
@@ -162,18 +168,22 @@ def _compare(
     cell: Cell,
     *,
     spec: ModelSpec,
-    rates: Rates,
+    rates: Callable[[], Rates],
     options: argparse.Namespace,
     progress: Progress,
 ) -> Row:
+    """`rates`: what the machine can do just now, asked in each round: that of a virtual one changes."""
     names = list(servers)
     taken_s: dict[str, list[float]] = {name: [] for name in names}
+    bounds_s: list[float] = []
     for name in names:
         progress(f"{cell.name}: {name} sees its prompts")
         with _named(name):
             cell.prepare(servers[name].client)
     for number in range(WARM_UP + options.rounds):
         progress(f"{cell.name}: round {number + 1} of {WARM_UP + options.rounds}")
+        if number >= WARM_UP:
+            bounds_s.append(cell.bound_s(spec, rates()))
         first = number % len(names)
         for name in names[first:] + names[:first]:
             time.sleep(options.pause)
@@ -181,14 +191,13 @@ def _compare(
                 seconds = cell.measure(servers[name], _serial(cell, number))
             if number >= WARM_UP:
                 taken_s[name].append(seconds)
-    bound_s = cell.bound_s(spec, rates)
     own_s = taken_s[OWN]
     row: dict[str, str | int | float] = {"cell": cell.name}
     for name in names:
         row[f"{name}, ms"] = p50(taken_s[name]) * 1e3
         row[f"{name}, tokens/s"] = cell.made_tokens / p50(taken_s[name])
-    row["bound, ms"] = bound_s * 1e3
-    row["of the bound"] = bound_s / p50(own_s)
+    row["bound, ms"] = p50(bounds_s) * 1e3
+    row["of the bound"] = p50([bound_s / taken_s for bound_s, taken_s in zip(bounds_s, own_s, strict=True)])
     peers = [name for name in names if name != OWN]
     if peers:
         better = min(peers, key=lambda name: p50(taken_s[name]))

@@ -7,6 +7,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.peers.bounds import Rates, Rows, iteration_s
+from benchmarks.peers.bounds import Rates, Rows, in_words, iteration_s
 from benchmarks.peers.cli import _compare, _row
 from benchmarks.peers.gguf_file import write_gguf
 from benchmarks.peers.grid import Cell, grid, kv_tokens
@@ -128,12 +129,33 @@ def test_a_cell_that_a_server_does_not_manage_leaves_the_others() -> None:
     client: Any = Slow()
     options = Namespace(rounds=2, answer=1, pause=0.0)
     cell = Cell(kind="decode", tokens=10, batch=2)
-    compare = partial(_compare, spec=SPEC, rates=READING, options=options, progress=lambda _: None)
+    compare = partial(_compare, spec=SPEC, rates=lambda: READING, options=options, progress=lambda _: None)
     row = _row(cell, partial(compare, {"kvcommons": client, "other": client}))
     assert row["cell"] == cell.name
     assert str(row["not measured"]).startswith("kvcommons: decode, 2 at once")
     good = _row(grid(32768, 64)[0], partial(compare, {"kvcommons": client}))
     assert "not measured" not in good
+
+
+def test_each_round_is_held_against_what_the_machine_could_do_in_it() -> None:
+    client: Any = Slow()
+    slow = replace(READING, read_bytes_s=READING.read_bytes_s / 2)
+    rates = iter([READING, slow, slow])
+    options = Namespace(rounds=3, answer=1, pause=0.0)
+    cell = Cell(kind="prefill", tokens=10)
+    compare = partial(
+        _compare, spec=SPEC, rates=lambda: next(rates), options=options, progress=lambda _: None
+    )
+    row = compare({"kvcommons": client}, cell)
+    assert float(row["bound, ms"]) == pytest.approx(cell.bound_s(SPEC, slow) * 1e3)
+    assert next(rates, None) is None, "once in each round that counts"
+
+
+def test_rates_are_told_from_the_least_to_the_most() -> None:
+    slow = Rates(read_bytes_s=33.4e9, product_flop_s=400e9)
+    assert in_words([slow]) == "memory read at 33 GB/s, products at 400 GFLOP/s"
+    fast = replace(slow, read_bytes_s=57e9)
+    assert in_words([fast, slow]) == "memory read at 33 to 57 GB/s, products at 400 GFLOP/s"
 
 
 def test_a_mean_of_ratios_has_an_interval() -> None:
