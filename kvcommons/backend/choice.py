@@ -37,7 +37,9 @@ def choose(device: str = "cpu", products: Products = Products.NATIVE) -> Backend
     if place.type == "cpu":
         kernel = library.chosen()
         operators = NativeOperators(kernel, products)
-        return Backend(device=HostDevice(kernel), operators=operators, attention=NativeAttention(kernel))
+        # With products of oneDNN threads of OpenMP's need the cores, too.
+        own = kernel if products is Products.NATIVE else None
+        return Backend(device=HostDevice(own), operators=operators, attention=NativeAttention(kernel))
     if place.type == "cuda":
         return _cuda(place)
     far = TorchDevice(place)

@@ -19,7 +19,7 @@ class HostDevice(Device):
     host = True
 
     def __init__(self, kernel: Kernel | None = None) -> None:
-        """`kernel`: what computes; None: torch."""
+        """`kernel`: whose threads compute; None: others do, at least some of it."""
         self._kernel = kernel
 
     def upload(self, tensor: Tensor) -> Tensor:

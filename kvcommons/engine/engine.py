@@ -71,7 +71,8 @@ POLL_S = 0.1  # while prompts wait for memory or their deadline
 PREEMPT_PAUSE_S = 0.1  # blocks of a preempted sequence that are being saved come free within about this time
 # Threads that compute wait awake for an iteration that follows soon: between two of them with all KV here are
 # 1 to 3 ms. Else from one operation of a layer to the next: attention of other processes may need the core.
-AWAKE_S = 0.005
+# What they wait is a share of what they compute, so that of a small model's cores not most goes to waiting.
+AWAKE_S, AWAKE_SHARE = 0.005, 0.25
 DOZING_S = 0.00006
 RESERVING_S = 2.0  # nobody gives way for so long at most, where a reservation under way may fall through
 
@@ -111,6 +112,8 @@ class Engine:
         self._callbacks = callbacks
         self._metrics = metrics
         self._cores = cores
+        self._awake_s: float | None = None  # of the iteration under way
+        self._lately_s = 0.0  # that the last one of tokens alone took, with all KV here
         self._speculation = speculation
         self.predictor = predictor or (prompts.predictor if prompts is not None else Predictor())
         self._sequences: dict[int, Generating] = {}
@@ -283,27 +286,33 @@ class Engine:
 
     @contextmanager
     def cores(self, iteration: Iteration) -> Iterator[None]:
-        generating = [group for group in iteration.groups if isinstance(group, TokenRows)]
-        follows_soon = bool(generating) and all(group.batch.plain for group in generating)
-        with self._computing(urgent=bool(generating), awake_s=AWAKE_S if follows_soon else DOZING_S):
+        tokens = [isinstance(group, TokenRows) for group in iteration.groups]
+        follows_soon = all(isinstance(one, TokenRows) and one.batch.plain for one in iteration.groups)
+        awake_s = min(AWAKE_S, AWAKE_SHARE * self._lately_s) if follows_soon else DOZING_S
+        with self._computing(urgent=any(tokens), awake_s=max(awake_s, DOZING_S)):
             yield
+        if follows_soon:
+            self._lately_s = iteration.timing.seconds
 
     @contextmanager
-    def _computing(self, *, urgent: bool, awake_s: float = AWAKE_S) -> Iterator[None]:
+    def _computing(self, *, urgent: bool, awake_s: float = DOZING_S) -> Iterator[None]:
         """This engine's threads have the host's cores: within an iteration that has them, they have them
         already. They wait so long for the next operation, unless others want the cores."""
         cores = self._cores if self._cores is not None and not self._cores.held else None
         if cores is not None:
             with self._budget.waiting():  # who has the cores may need attention computed here
                 cores.acquire(urgent=urgent)
-        device = self._core.backend.device
+        device, outer_s, self._awake_s = self._core.backend.device, self._awake_s, awake_s
         device.keep_awake(awake_s)
         try:
             yield
         finally:
+            self._awake_s = outer_s
+            if outer_s is not None:
+                device.keep_awake(outer_s)
+            elif cores is not None and cores.wanted:
+                device.keep_awake(0.0)
             if cores is not None:
-                if cores.wanted:
-                    device.keep_awake(0.0)
                 cores.release()
 
     def between_layers(self, iteration: Iteration) -> None:

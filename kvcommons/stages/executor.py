@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvcommons.engine.batch import by_holder
 from kvcommons.engine.core import Core
+from kvcommons.engine.engine import DOZING_S
 from kvcommons.engine.executor import Composer, Inline, Work
 from kvcommons.engine.iteration import Rows
 from kvcommons.engine.iteration_costs import IterationWork
@@ -122,6 +123,7 @@ class Pipelined(Inline):
         iteration = StageIteration(self._core, groups, entered=self._group.shared)
         self._group.enter(iteration)
         chunks = any(isinstance(group, PromptSpan) for group in groups)
+        self._core.backend.device.keep_awake(DOZING_S)  # the stages of a host have its cores between them
         tokens = self.run(work, iteration) if chunks else iteration.run_or_fail()
         if tokens is None:
             self._group.failed(iteration)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcommons.backend.host_device import HostDevice
 from kvcommons.engine.core_lock import CoreLock, _Byte
 from kvcommons.errors import InvalidInput
 from tests.contract.test_long_chunks import LAYERS, Chunk, Clock, alone, creditor
@@ -255,11 +256,26 @@ def test_an_engine_that_does_not_get_the_cores_computes_all_the_same(
     assert lock.timeouts
 
 
-def test_who_computes_within_an_iteration_has_its_cores(path: Path) -> None:
+def test_who_computes_within_an_iteration_has_its_cores(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a draft model does for sequences that generate between the layers of a chunk."""
+    awake_s: list[float] = []
+    monkeypatch.setattr(HostDevice, "keep_awake", lambda _, seconds: awake_s.append(seconds))
     with closing(CoreLock(path)) as lock, creditor(Clock(), cores=lock) as made:
-        with made.engine._computing(urgent=False):
-            with made.engine._computing(urgent=True):
+        with made.engine._computing(urgent=False, awake_s=0.1):
+            with made.engine._computing(urgent=True, awake_s=0.2):
                 assert lock.held
             assert lock.held, "the chunk goes on"
         assert not lock.held
+    assert awake_s == [0.1, 0.2, 0.1], "and its threads wait as long as before"
+
+
+def test_threads_do_not_wait_awake_while_another_engine_wants_the_cores(
+    path: Path, children: list[Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    awake_s: list[float] = []
+    monkeypatch.setattr(HostDevice, "keep_awake", lambda _, seconds: awake_s.append(seconds))
+    with closing(CoreLock(path)) as lock, creditor(Clock(), cores=lock) as made:
+        with made.engine._computing(urgent=True, awake_s=0.1):
+            children[0].tell("acquire")
+            wait_until(lambda: lock.wanted, LONG_S)
+    assert awake_s == [0.1, 0.0]

@@ -2,6 +2,7 @@
 // for all of them: for those, too, that are still being woken, or from which somebody else has taken the core.
 #include "team.h"
 
+#include <initializer_list>
 #include <linux/futex.h>
 #include <new>
 #include <pthread.h>
@@ -19,7 +20,10 @@ namespace {
 // Until somebody says otherwise: from one operation of a layer to the next, but not for an answer.
 constexpr int64_t AWAKE_NS = 60000;
 // Looks at what is waited for, until the core is offered to others, who may be those that are waited for.
-constexpr int LOOKS = 256;
+constexpr unsigned LOOKS = 256;
+// Where a core was away for so long between two looks, somebody else computes on it, and more than a token on its way
+// through other processes: threads that wait do not stay awake then, for as long as CONTESTED_NS.
+constexpr int64_t AWAY_NS = 2000000, CONTESTED_NS = 1000000000;
 constexpr int FOLLOWERS_MAX = 255;
 
 inline void pause() {
@@ -50,39 +54,41 @@ struct alignas(64) Team {
     // What sleepers wait for another value of.
     alignas(64) int32_t calls = 0;
     int32_t sleepers = 0, ended = 0;
-    int64_t awake_ns = AWAKE_NS;
-    int core = 0;  // the leader's
-    pid_t leader = (pid_t)syscall(SYS_gettid);
-    int count = 0;
+    int64_t awake_ns = AWAKE_NS, contested_until = 0;
+    int core = 0;  // the leader's, when all others slept
+    pid_t leader = (pid_t)syscall(SYS_gettid), process = getpid();
+    int count = 0, most = FOLLOWERS_MAX;
+    int32_t crowded = 0;  // there are fewer cores than threads
     Follower followers[FOLLOWERS_MAX];
 
     void lead(void (*next)(void*), void* with, int others) {
         body = next;
         argument = with;
-        core = sched_getcpu();
+        if (__atomic_load_n(&sleepers, __ATOMIC_RELAXED) == count) __atomic_store_n(&core, sched_getcpu(), __ATOMIC_RELAXED);
         uint64_t number = (__atomic_load_n(&state, __ATOMIC_RELAXED) >> NUMBER) + 1;
         __atomic_store_n(&state, number << NUMBER | (uint64_t)others * PLACE, __ATOMIC_SEQ_CST);
-        wake();
+        wake(others);
         next(with);
         __atomic_fetch_and(&state, ~PLACES, __ATOMIC_ACQ_REL);
-        for (int looks = 1; __atomic_load_n(&state, __ATOMIC_ACQUIRE) & AT_IT; looks++) {
+        for (unsigned looks = 1; __atomic_load_n(&state, __ATOMIC_ACQUIRE) & AT_IT; looks++) {
             pause();
             if (looks % LOOKS == 0) sched_yield();
         }
     }
 
     // Whoever is about to sleep has either been counted by now, or sees the new number.
-    void wake() {
+    void wake(int most_of_them) {
         __atomic_fetch_add(&calls, 1, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST))
-            syscall(SYS_futex, &calls, FUTEX_WAKE_PRIVATE, FOLLOWERS_MAX, nullptr, nullptr, 0);
+            syscall(SYS_futex, &calls, FUTEX_WAKE_PRIVATE, most_of_them, nullptr, nullptr, 0);
     }
 
     void follow(int number) {
         uint64_t last = 0;
-        int looks = 0;
+        unsigned looks = 0;
         take_core(number);
-        for (int64_t since = now_ns();;) {
+        int64_t since = now_ns(), looked = since;
+        for (;;) {
             int32_t seen = __atomic_load_n(&calls, __ATOMIC_SEQ_CST);
             if (__atomic_load_n(&ended, __ATOMIC_ACQUIRE)) return;
             uint64_t now = __atomic_load_n(&state, __ATOMIC_SEQ_CST);
@@ -93,19 +99,28 @@ struct alignas(64) Team {
                 last = now >> NUMBER;
                 body(argument);
                 __atomic_fetch_sub(&state, 1, __ATOMIC_RELEASE);
-                since = now_ns();
+                since = looked = now_ns();
                 continue;
             }
             pause();
             if (++looks % LOOKS) continue;
             sched_yield();
-            if (now_ns() - since < __atomic_load_n(&awake_ns, __ATOMIC_RELAXED)) continue;
+            if (int64_t before = looked; (looked = now_ns()) - before > AWAY_NS)
+                __atomic_store_n(&contested_until, looked + CONTESTED_NS, __ATOMIC_RELAXED);
+            if (looked - since < bearable_ns(looked)) continue;
             __atomic_fetch_add(&sleepers, 1, __ATOMIC_SEQ_CST);
             syscall(SYS_futex, &calls, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
             __atomic_fetch_sub(&sleepers, 1, __ATOMIC_SEQ_CST);
             take_core(number);
-            since = now_ns();
+            since = looked = now_ns();
         }
+    }
+
+    // How long to stay awake.
+    int64_t bearable_ns(int64_t now) const {
+        int64_t said = __atomic_load_n(&awake_ns, __ATOMIC_RELAXED);
+        bool others = now < __atomic_load_n(&contested_until, __ATOMIC_RELAXED) || __atomic_load_n(&crowded, __ATOMIC_RELAXED);
+        return others && said > AWAKE_NS ? AWAKE_NS : said;
     }
 
     // A kernel may wake threads that have slept on one core, as those of virtual machines do that let the other cores rest,
@@ -114,9 +129,11 @@ struct alignas(64) Team {
     void take_core(int number) {
         cpu_set_t usable, one;
         if (sched_getaffinity(leader, sizeof usable, &usable)) return;
-        if (CPU_COUNT(&usable) == __atomic_load_n(&count, __ATOMIC_ACQUIRE) + 1) {
+        int threads = __atomic_load_n(&count, __ATOMIC_ACQUIRE) + 1;
+        __atomic_store_n(&crowded, CPU_COUNT(&usable) < threads, __ATOMIC_RELAXED);
+        if (CPU_COUNT(&usable) == threads) {
             CPU_ZERO(&one);
-            CPU_CLR(core, &usable);
+            CPU_CLR(__atomic_load_n(&core, __ATOMIC_RELAXED), &usable);
             for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
                 if (CPU_ISSET(cpu, &usable) && number-- == 0) CPU_SET(cpu, &one);
             usable = one;
@@ -130,17 +147,21 @@ struct alignas(64) Team {
         return nullptr;
     }
 
-    // As far as the system has threads for it. Signals are for the process's other threads.
+    // As far as the system has threads for it. Signals are for the process's other threads, but for those that say that
+    // one itself went wrong.
     void grow(int wanted) {
+        if (wanted > most) wanted = most;
         if (wanted <= count) return;
+        if (!count) core = sched_getcpu();
         sigset_t all, before;
         sigfillset(&all);
+        for (int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, own);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         int number = __atomic_exchange_n(&count, wanted, __ATOMIC_ACQ_REL);
         for (; number < wanted; number++) {
             followers[number] = Follower{this, number, {}};
             if (pthread_create(&followers[number].thread, nullptr, follow, &followers[number])) {
-                __atomic_store_n(&count, number, __ATOMIC_RELEASE);
+                __atomic_store_n(&count, most = number, __ATOMIC_RELEASE);
                 break;
             }
             pthread_setname_np(followers[number].thread, "kvc-team");
@@ -155,8 +176,10 @@ pthread_key_t ending;
 
 void end(void* of_thread) {
     Team* team = (Team*)of_thread;
+    led = nullptr;
+    if (team->process != getpid()) return;  // forked: they are not here
     __atomic_store_n(&team->ended, 1, __ATOMIC_RELEASE);
-    team->wake();
+    team->wake(FOLLOWERS_MAX);
     for (int number = 0; number < team->count; number++) pthread_join(team->followers[number].thread, nullptr);
     free(team);
 }
