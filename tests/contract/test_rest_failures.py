@@ -139,8 +139,8 @@ async def test_who_waits_behind_others_gets_the_same_error_at_its_deadline(
 
         first = asyncio.create_task(refused())
         await eventually(lambda: served.engines[0].decode.jobs)
-        # The longer they may wait, the more of them come to ask.
-        messages = await asyncio.gather(*(refused() for _ in range(min(scaled(7), 60))))
+        # More of them than can come to ask in that time, however long a slow machine makes it.
+        messages = await asyncio.gather(*(refused() for _ in range(60)))
         assert await first == "no blocks"
         assert any("others wait" in message for message in messages)
         assert len(served.engines[0].decode.jobs) <= scaled(6), "the first in the queue asks, a pause apart"
