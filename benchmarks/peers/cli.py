@@ -82,7 +82,9 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         measured: list[Rates] = []
 
         def rates() -> Rates:
-            measured.append(_rates(options))
+            # Of a GPU once, before servers have its memory.
+            if options.device == "cpu" or not measured:
+                measured.append(_rates(options))
             return measured[-1]
 
         rates()
@@ -172,7 +174,7 @@ def _compare(
     options: argparse.Namespace,
     progress: Progress,
 ) -> Row:
-    """`rates`: what the machine can do just now, asked in each round: that of a virtual one changes."""
+    """`rates`: what the machine can do just now, asked in each round: a virtual one's changes."""
     names = list(servers)
     taken_s: dict[str, list[float]] = {name: [] for name in names}
     bounds_s: list[float] = []

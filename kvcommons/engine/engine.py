@@ -286,10 +286,10 @@ class Engine:
 
     @contextmanager
     def cores(self, iteration: Iteration) -> Iterator[None]:
-        tokens = [isinstance(group, TokenRows) for group in iteration.groups]
+        generates = any(isinstance(group, TokenRows) for group in iteration.groups)
         follows_soon = all(isinstance(one, TokenRows) and one.batch.plain for one in iteration.groups)
-        awake_s = min(AWAKE_S, AWAKE_SHARE * self._lately_s) if follows_soon else DOZING_S
-        with self._computing(urgent=any(tokens), awake_s=max(awake_s, DOZING_S)):
+        share_s = AWAKE_SHARE * self._lately_s if follows_soon else 0.0
+        with self._computing(urgent=generates, awake_s=min(max(share_s, DOZING_S), AWAKE_S)):
             yield
         if follows_soon:
             self._lately_s = iteration.timing.seconds

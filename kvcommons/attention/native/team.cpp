@@ -77,10 +77,10 @@ struct alignas(64) Team {
     }
 
     // Whoever is about to sleep has either been counted by now, or sees the new number.
-    void wake(int most_of_them) {
+    void wake(int at_most) {
         __atomic_fetch_add(&calls, 1, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&sleepers, __ATOMIC_SEQ_CST))
-            syscall(SYS_futex, &calls, FUTEX_WAKE_PRIVATE, most_of_them, nullptr, nullptr, 0);
+            syscall(SYS_futex, &calls, FUTEX_WAKE_PRIVATE, at_most, nullptr, nullptr, 0);
     }
 
     void follow(int number) {
@@ -141,7 +141,7 @@ struct alignas(64) Team {
         sched_setaffinity(0, sizeof usable, &usable);
     }
 
-    static void* follow(void* argument) {
+    static void* begin(void* argument) {
         Follower& follower = *(Follower*)argument;
         follower.team->follow(follower.number);
         return nullptr;
@@ -160,7 +160,7 @@ struct alignas(64) Team {
         int number = __atomic_exchange_n(&count, wanted, __ATOMIC_ACQ_REL);
         for (; number < wanted; number++) {
             followers[number] = Follower{this, number, {}};
-            if (pthread_create(&followers[number].thread, nullptr, follow, &followers[number])) {
+            if (pthread_create(&followers[number].thread, nullptr, begin, &followers[number])) {
                 __atomic_store_n(&count, most = number, __ATOMIC_RELEASE);
                 break;
             }
@@ -208,6 +208,9 @@ void in_parallel(void (*body)(void*), void* argument, int64_t threads) {
 
 }  // namespace kvc
 
-void kvc_keep_awake(int64_t nanoseconds) {
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// So long the threads that compute with this one wait awake for its next call; then they sleep.
+EXPORTED void kvc_keep_awake(int64_t nanoseconds) {
     if (kvc::Team* here = kvc::team()) __atomic_store_n(&here->awake_ns, nanoseconds, __ATOMIC_RELAXED);
 }

@@ -10,10 +10,3 @@ namespace kvc {
 void in_parallel(void (*body)(void*), void* argument, int64_t threads);
 
 }  // namespace kvc
-
-extern "C" {
-
-// So many nanoseconds the threads that compute with this one wait awake for its next call; then they sleep.
-__attribute__((visibility("default"))) void kvc_keep_awake(int64_t nanoseconds);
-
-}  // extern "C"
