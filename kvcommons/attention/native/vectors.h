@@ -44,9 +44,9 @@ using Query = decltype(query_for(K{}));
 // asking, 40 to 73% of the bandwidth were reached.
 constexpr int64_t AHEAD_BYTES = 16384;
 constexpr int LINE = 64;
-// And into which cache, as compilers count them: 3 is the first one, with which attention by AVX512 is 2 to 7% faster. By
-// AVX2 memory that was asked for lies there longer, and drives out what is computed with: 2, the second one.
-constexpr int CACHE = W == 16 ? 3 : 2;
+// And into which cache, as compilers count them: 2 is the second one. Into the first one fewer requests can be under way,
+// and what is computed with is driven out of it.
+constexpr int CACHE = 2;
 
 template <class V>
 inline V load(const void* from) {
