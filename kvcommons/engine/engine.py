@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -37,6 +37,7 @@ from kvcommons.engine.block_publisher import BlockPublisher
 from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics, Movable, SequenceUpdate
 from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock
+from kvcommons.engine.cores import Cores
 from kvcommons.engine.drafts.speculation import Speculation
 from kvcommons.engine.executor import Executor
 from kvcommons.engine.iteration import Iteration
@@ -69,11 +70,6 @@ log = logging.getLogger(__name__)
 SHORT_S = 0.02  # between looks whether a block has come free
 POLL_S = 0.1  # while prompts wait for memory or their deadline
 PREEMPT_PAUSE_S = 0.1  # blocks of a preempted sequence that are being saved come free within about this time
-# Threads that compute wait awake for an iteration that follows soon: between two of them with all KV here are
-# 1 to 3 ms. Else from one operation of a layer to the next: attention of other processes may need the core.
-# What they wait is a share of what they compute, so that of a small model's cores not most goes to waiting.
-AWAKE_S, AWAKE_SHARE = 0.005, 0.25
-DOZING_S = 0.00006
 RESERVING_S = 2.0  # nobody gives way for so long at most, where a reservation under way may fall through
 
 
@@ -111,9 +107,7 @@ class Engine:
         self._publisher = BlockPublisher(core, keeper, callbacks, shares=shares)
         self._callbacks = callbacks
         self._metrics = metrics
-        self._cores = cores
-        self._awake_s: float | None = None  # of the iteration under way
-        self._lately_s = 0.0  # that the last one of tokens alone took, with all KV here
+        self._cores = Cores(core.backend.device, budget, cores)
         self._speculation = speculation
         self.predictor = predictor or (prompts.predictor if prompts is not None else Predictor())
         self._sequences: dict[int, Generating] = {}
@@ -260,7 +254,7 @@ class Engine:
         if self._speculation is None or not sequences:
             self._drafting_s = 0.0
             return {}
-        began_s, cores = time.monotonic(), partial(self._computing, urgent=True)
+        began_s, cores = time.monotonic(), partial(self._cores.computing, urgent=True)
         drafts = self._speculation.drafts(sequences, self._grow_ahead, cores)
         self._drafting_s = time.monotonic() - began_s
         return drafts
@@ -284,36 +278,8 @@ class Engine:
             reply(answer, time.monotonic() - began_s)
         self._switches.clear()
 
-    @contextmanager
-    def cores(self, iteration: Iteration) -> Iterator[None]:
-        generates = any(isinstance(group, TokenRows) for group in iteration.groups)
-        follows_soon = all(isinstance(one, TokenRows) and one.batch.plain for one in iteration.groups)
-        share_s = AWAKE_SHARE * self._lately_s if follows_soon else 0.0
-        with self._computing(urgent=generates, awake_s=min(max(share_s, DOZING_S), AWAKE_S)):
-            yield
-        if follows_soon:
-            self._lately_s = iteration.timing.seconds
-
-    @contextmanager
-    def _computing(self, *, urgent: bool, awake_s: float = DOZING_S) -> Iterator[None]:
-        """This engine's threads have the host's cores: within an iteration that has them, they have them
-        already. They wait so long for the next operation, unless others want the cores."""
-        cores = self._cores if self._cores is not None and not self._cores.held else None
-        if cores is not None:
-            with self._budget.waiting():  # who has the cores may need attention computed here
-                cores.acquire(urgent=urgent)
-        device, outer_s, self._awake_s = self._core.backend.device, self._awake_s, awake_s
-        device.keep_awake(awake_s)
-        try:
-            yield
-        finally:
-            self._awake_s = outer_s
-            if outer_s is not None:
-                device.keep_awake(outer_s)
-            elif cores is not None and cores.wanted:
-                device.keep_awake(0.0)
-            if cores is not None:
-                cores.release()
+    def cores(self, iteration: Iteration) -> AbstractContextManager[None]:
+        return self._cores.iterating(iteration)
 
     def between_layers(self, iteration: Iteration) -> None:
         """Attention for others that waits is computed while a chunk pauses, whose layers take long; commands
@@ -322,9 +288,8 @@ class Engine:
         layer, or for some of a short chunk, instead of all of it."""
         kinds = {type(group) for group in iteration.groups}
         self._budget.between_layers(gives_way=PromptSpan in kinds)
-        if self._cores is not None and self._cores.held and TokenRows not in kinds and self._cores.wanted:
-            with self._budget.waiting(), self._cores.released():
-                pass  # whoever waits for them has them first
+        if TokenRows not in kinds:
+            self._cores.give_way()
         if self._mailbox.posted:
             self._serve_between_layers()
         if TokenRows not in kinds and self._scheduler.any_running:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import reduce
 from itertools import accumulate
 from typing import Protocol
@@ -78,6 +79,20 @@ class Withdrawn(Exception):
     """Why a group has no tokens: its sequence has ended while it was computed."""
 
 
+class _Alone(AbstractContextManager[None]):
+    """What fails within it is this group's failure alone."""
+
+    def __init__(self, failures: dict[int, Exception], number: int) -> None:
+        self._failures = failures
+        self._number = number
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._failures[self._number] = error
+        return True
+
+
 class Iteration:
     """Use once. What fails for some rows ends theirs alone (`failures`)."""
 
@@ -106,16 +121,12 @@ class Iteration:
         opened: list[Rows] = []
         try:
             for number, group in enumerate(self.groups):
-                try:
+                with self._alone(number):
                     group.open(self.timing)
                     opened.append(group)
-                except Exception as error:
-                    self.failures[number] = error
             if len(opened) == len(self.groups) == 1:
-                try:
+                with self._alone(0):
                     self._paged = self.groups[0].paged()
-                except Exception as error:
-                    self.failures[0] = error
             tokens = self._run()
             # Chunks that sample nothing have been given to the device by now, and not more: what they took is
             # what it takes to do them.
@@ -168,10 +179,8 @@ class Iteration:
         if forward is None:
             self._paged = None
             return None
-        try:
+        with self._alone(0):
             self.groups[0].passed(layers)
-        except Exception as error:
-            self.failures[0] = error
         return forward
 
     def _pause(self) -> None:
@@ -216,10 +225,8 @@ class Iteration:
             drawn = self._slices.end(self.timing, state.ending(_joined(hidden)), _joined(attention), rows)
         self._agree()
         for number, ending in closed.items():  # last: other ranks wait for all that is summed up
-            try:
+            with self._alone(number):
                 self._read_logprobs(number, ending)
-            except Exception as error:
-                self.failures[number] = error
         ends = list(accumulate(len(some) for some in sampling))
         return [drawn[end - len(some) : end] for some, end in zip(sampling, ends, strict=True)]
 
@@ -240,13 +247,13 @@ class Iteration:
         self.prompt_logprobs[number] = collected.messages
 
     def _attend_group(self, number: int, layer: int, state: State, *, needed: bool) -> Tensor | None:
-        if number in self.failures:
-            return None
-        try:
-            return self.groups[number].attend(layer, self._of(state, number), needed=needed)
-        except Exception as error:
-            self.failures[number] = error
-            return None
+        if number not in self.failures:
+            with self._alone(number):
+                return self.groups[number].attend(layer, self._of(state, number), needed=needed)
+        return None
+
+    def _alone(self, number: int) -> _Alone:
+        return _Alone(self.failures, number)
 
     def _of(self, state: State, number: int) -> State:
         """A group's rows of it."""

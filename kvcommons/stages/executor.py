@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvcommons.engine.batch import by_holder
 from kvcommons.engine.core import Core
-from kvcommons.engine.engine import DOZING_S
+from kvcommons.engine.cores import DOZING_S
 from kvcommons.engine.executor import Composer, Inline, Work
 from kvcommons.engine.iteration import Rows
 from kvcommons.engine.iteration_costs import IterationWork

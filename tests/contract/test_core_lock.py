@@ -261,8 +261,8 @@ def test_who_computes_within_an_iteration_has_its_cores(path: Path, monkeypatch:
     awake_s: list[float] = []
     monkeypatch.setattr(HostDevice, "keep_awake", lambda _, seconds: awake_s.append(seconds))
     with closing(CoreLock(path)) as lock, creditor(Clock(), cores=lock) as made:
-        with made.engine._computing(urgent=False, awake_s=0.1):
-            with made.engine._computing(urgent=True, awake_s=0.2):
+        with made.engine._cores.computing(urgent=False, awake_s=0.1):
+            with made.engine._cores.computing(urgent=True, awake_s=0.2):
                 assert lock.held
             assert lock.held, "the chunk goes on"
         assert not lock.held
@@ -275,7 +275,7 @@ def test_threads_do_not_wait_awake_while_another_engine_wants_the_cores(
     awake_s: list[float] = []
     monkeypatch.setattr(HostDevice, "keep_awake", lambda _, seconds: awake_s.append(seconds))
     with closing(CoreLock(path)) as lock, creditor(Clock(), cores=lock) as made:
-        with made.engine._computing(urgent=True, awake_s=0.1):
+        with made.engine._cores.computing(urgent=True, awake_s=0.1):
             children[0].tell("acquire")
             wait_until(lambda: lock.wanted, LONG_S)
     assert awake_s == [0.1, 0.0]
