@@ -23,7 +23,8 @@ class CudaDevice(TorchDevice):
 
     def upload(self, tensor: Tensor) -> Tensor:
         if not tensor.is_pinned():
-            return tensor.to(self.place)
+            # It is read when this returns. Else torch would wait for all that the device was given before.
+            return tensor.to(self.place, non_blocking=True)
         computing = torch.cuda.current_stream(self.place)
         with torch.cuda.stream(self._loads):
             loaded = tensor.to(self.place, non_blocking=True)

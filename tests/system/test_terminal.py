@@ -69,6 +69,7 @@ def test_status_shows_services_and_sessions(stack: Stack) -> None:
         "sessions",
     ):
         assert word in done.stdout, word
+    assert re.search(r"decode\S*: products by (native|onednn)", " ".join(done.stdout.split())), done.stdout
 
 
 def test_status_is_watched_without_a_terminal(stack: Stack) -> None:

@@ -43,6 +43,18 @@ def test_bytes_written_are_the_blocks(device: str) -> None:
     assert target.tensor.count_nonzero() == target.layer(2)[[5, 0]].count_nonzero()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a host computes nothing behind a call's back")
+def test_what_is_saved_does_not_wait_for_what_is_computed() -> None:
+    memory = BlockMemory(layout(), 5, choose("cuda"))
+    memory.read_buffers(2, [1, 3])  # kernels are loaded
+    torch.cuda._sleep(10**9)
+    computed = torch.cuda.current_stream().record_event()
+    objects, event = memory.begin_read(2, [1, 3])
+    assert not computed.query()
+    event.wait()
+    assert computed.query() and len(objects) == 2
+
+
 def test_read_buffers_are_views_on_the_cpu() -> None:
     memory = BlockMemory(layout(), 2)
     (buffer,) = memory.read_buffers(0, [1])

@@ -70,6 +70,18 @@ def test_few_rows_go_through_more_than_caches_hold_or_the_whole_model() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("quicker", Products)
+def test_what_was_measured_is_in_the_log(
+    quicker: Products, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        kept_products(WORK, [tmp_path], Measured(quicker))
+    (said,) = [vars(record) for record in caplog.records if record.message == "products measured"]
+    assert (said["products"], said["rows"]) == (quicker.value, list(ROWS))
+    assert said[f"{quicker.value}_ms"] == [1000.0] * len(ROWS)
+
+
+@needs_compiler
+@pytest.mark.parametrize("quicker", Products)
 def test_a_restart_changes_nothing(quicker: Products, tmp_path: Path) -> None:
     first, later = Measured(quicker), Measured(next(who for who in Products if who is not quicker))
     assert kept_products(WORK, [tmp_path], first) is quicker
