@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import reduce
 from itertools import accumulate
 from typing import Protocol
@@ -31,8 +31,7 @@ from kvcommons.pb import common_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# Layers that go at once on the host: commands wait for so many, and what others may compute here is granted
-# as often.
+# Layers that go in one call on the host: commands, and time for what others compute here, wait for so many.
 STRETCH = 4
 
 
@@ -72,7 +71,7 @@ class Rows(Protocol):
         """Of the tokens that follow its leading rows, where a prompt's are asked for."""
 
     def close(self) -> None:
-        """The iteration has ended, whether it went well or not."""
+        """The iteration has ended, whether it went well or not; of rows that could be opened."""
 
 
 class Withdrawn(Exception):
@@ -89,7 +88,7 @@ class _Alone(AbstractContextManager[None]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
-        self._failures[self._number] = error
+        self._failures.setdefault(self._number, error)
         return True
 
 
@@ -114,32 +113,30 @@ class Iteration:
         return reduce(IterationWork.beside, (group.work for group in self.groups))
 
     def run(self, between_layers: Callable[[], None] | None = None) -> list[list[pb.SampledToken]]:
-        """The tokens sampled for each group; none for a group that failed or goes on. `between_layers` is
-        called before each layer but the first, where layers go at once before each `STRETCH` of them, and
-        after each slice of a prompt's logits."""
+        """The tokens sampled for each group; none for one that goes on, or failed before. `between_layers` is
+        called between two layers, where they go several at once between two such calls, and after each slice
+        of a prompt's logits."""
         began_s, self._between_layers = time.monotonic(), between_layers
-        opened: list[Rows] = []
         try:
-            for number, group in enumerate(self.groups):
-                with self._alone(number):
-                    group.open(self.timing)
-                    opened.append(group)
-            if len(opened) == len(self.groups) == 1:
-                with self._alone(0):
-                    self._paged = self.groups[0].paged()
-            tokens = self._run()
-            # Chunks that sample nothing have been given to the device by now, and not more: what they took is
-            # what it takes to do them.
-            self._core.backend.device.record().wait()
+            with ExitStack() as opened:
+                for number, group in enumerate(self.groups):
+                    with self._alone(number):
+                        group.open(self.timing)
+                        opened.callback(group.close)
+                if len(self.groups) == 1 and not self.failures:
+                    with self._alone(0):
+                        self._paged = self.groups[0].paged()
+                tokens = self._run()
+                # Chunks that sample nothing have been given to the device by now, and not more: what they
+                # took is what it takes to do them.
+                self._core.backend.device.record().wait()
         finally:
-            for group in opened:
-                group.close()
             self.timing.seconds = time.monotonic() - began_s
         return tokens
 
     def withdraw(self, group: Rows) -> None:
-        """Nothing more is stored or sampled for its rows. Between two layers; with its last group the
-        iteration ends."""
+        """Nothing more is stored or sampled for its rows. To be called between two layers; the iteration ends
+        once it has no group left."""
         self.failures.setdefault(self.groups.index(group), Withdrawn())
 
     def run_or_fail(
@@ -203,11 +200,14 @@ class Iteration:
 
     def _finish(self, state: State) -> list[list[pb.SampledToken]]:
         """The last layer, of the rows that it matters for, and a token after each of these."""
-        sampling = [group.sampling() for group in self.groups]
+        sampling: list[list[SamplingRow]] = [[] for _ in self.groups]
         hidden, attention, rows = [], [], []
         closed: dict[int, Tensor] = {}  # of groups whose prompt's log-probabilities are wanted
-        for number, some in enumerate(sampling):
-            wanted = self.groups[number].wanted_logprobs()
+        for number, group in enumerate(self.groups):
+            wanted = None
+            with self._alone(number):
+                sampling[number], wanted = group.sampling(), group.wanted_logprobs()
+            some = sampling[number]
             needed = bool(some) or wanted is not None
             part = self._attend_group(number, self._core.layers[-1], state, needed=needed)
             if part is not None and wanted is not None:

@@ -279,3 +279,15 @@ def test_threads_do_not_wait_awake_while_another_engine_wants_the_cores(
             children[0].tell("acquire")
             wait_until(lambda: lock.wanted, LONG_S)
     assert awake_s == [0.1, 0.0]
+
+
+def test_cores_are_given_back_whatever_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: HostDevice, seconds: float) -> None:
+        raise OSError("no threads")
+
+    monkeypatch.setattr(HostDevice, "keep_awake", fails)
+    with closing(CoreLock(path)) as lock, creditor(Clock(), cores=lock) as made:
+        for _ in range(2):
+            with pytest.raises(OSError, match="no threads"), made.engine._cores.computing(urgent=True):
+                pass
+            assert not lock.held

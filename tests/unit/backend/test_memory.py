@@ -52,7 +52,8 @@ def test_what_is_saved_does_not_wait_for_what_is_computed() -> None:
     objects, event = memory.begin_read(2, [1, 3])
     assert not computed.query()
     event.wait()
-    assert computed.query() and len(objects) == 2
+    assert computed.query()
+    assert len(objects) == 2
 
 
 def test_read_buffers_are_views_on_the_cpu() -> None:
