@@ -71,9 +71,11 @@ def add(
     parser.add_argument("--random-model", metavar="SIZE", default="246m", help="random weights")
     parser.add_argument(
         "--decode", nargs="*", metavar="ROWSxCONTEXT",
-        default=["1x512", "1x2048", "1x8192", "8x512", "8x2048", "32x512", "32x2048"],
+        default=["1x512", "1x2048", "1x8192", "8x512", "8x2048", "8x8192", "32x512", "32x2048"],
     )  # fmt: skip
-    parser.add_argument("--chunks", nargs="*", metavar="TOKENSxCONTEXT", default=["512x0", "512x1536"])
+    parser.add_argument(
+        "--chunks", nargs="*", metavar="TOKENSxCONTEXT", default=["8x0", "64x2048", "512x0", "512x1536"]
+    )
     parser.add_argument("--rounds", type=int, default=12, metavar="N")
     parser.add_argument("--narrow", choices=INSTRUCTION_SETS, help="use no instructions wider than these")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N")

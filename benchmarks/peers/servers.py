@@ -168,7 +168,7 @@ def _vllm(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, progre
     blocks = max(sizes.kv_tokens // _VLLM_BLOCK, -(-sizes.window_tokens // _VLLM_BLOCK) + 1)
     command = [str(home / "bin" / "vllm"), "serve", str(model), f"--port={port}", "--host=127.0.0.1"]
     command += ["--dtype=bfloat16", f"--max-model-len={sizes.window_tokens}"]
-    command += [f"--max-num-seqs={sizes.sequences}"]
+    command += [f"--max-num-seqs={sizes.sequences}", "--enable-prefix-caching"]
     command += [f"--block-size={_VLLM_BLOCK}", f"--num-gpu-blocks-override={blocks}"]
     environment = {
         "VLLM_TARGET_DEVICE": "cpu",

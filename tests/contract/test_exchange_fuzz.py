@@ -40,7 +40,9 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kernels = [variant for variant in build.variants(platform.machine()) if not variant.assembled]
     units = [(f"kernel-{one.name}", build.SOURCES / "kernel.cpp", one.flags) for one in kernels]
     known = [f"-DKVC_HAS_{one.name}" for one in kernels]
-    units += [(name, build.SOURCES / f"{name}.cpp", known) for name in ("library", "creditor", "debtor")]
+    units += [
+        (name, build.SOURCES / f"{name}.cpp", known) for name in ("library", "creditor", "debtor", "team")
+    ]
     units.append(("driver", DRIVER, []))
     for name, source, flags in units:
         made = run([compiler, *SANITIZE, *flags, "-c", str(source), "-o", str(folder / f"{name}.o")])
