@@ -62,10 +62,10 @@ class Calibration:
         *,
         seconds_max: float,
         share: float = 1.0,
-        cores: CoreLock | None = None,
+        core_lock: CoreLock | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """For about so long at most, each iteration alone on `cores`. Whatever it measured, the predictor has
+        """For about so long at most, each iteration with `core_lock`. Whatever it measured, the predictor has
         learnt; where the layers here take a `share` of an iteration, what all of it takes."""
         if not self._tokens_free:
             return
@@ -74,13 +74,13 @@ class Calibration:
         try:
             with torch.inference_mode():
                 for number, iteration in enumerate(self._iterations(blocks)):
-                    if cores is not None:
-                        cores.acquire(urgent=False)
+                    if core_lock is not None:
+                        core_lock.acquire(urgent=False)
                     try:
                         iteration.run()
                     finally:
-                        if cores is not None:
-                            cores.release()
+                        if core_lock is not None:
+                            core_lock.release()
                     if iteration.failures:
                         raise iteration.failures[0]
                     if number:
@@ -179,12 +179,12 @@ def calibrated(
 
     def measure(predictor: Predictor) -> None:
         calibration = Calibration(core, chunk_tokens=chunk_tokens, generates=generates, iterations=iterations)
-        cores = CoreLock(Path(core_lock)) if core_lock else None
+        lock = CoreLock(Path(core_lock)) if core_lock else None
         try:
-            calibration.run(predictor, seconds_max=settings.calibrate_s, share=share, cores=cores)
+            calibration.run(predictor, seconds_max=settings.calibrate_s, share=share, core_lock=lock)
         finally:
-            if cores is not None:
-                cores.close()
+            if lock is not None:
+                lock.close()
 
     kept = KeptPredictor.of(settings, core)
     predictor = kept.read()

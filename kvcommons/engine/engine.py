@@ -90,14 +90,14 @@ class Engine:
         metrics: EngineMetrics,
         predictor: Predictor | None = None,
         speculation: Speculation | None = None,
-        cores: CoreLock | None = None,
+        core_lock: CoreLock | None = None,
         shares: bool = True,
     ) -> None:
         """`prompts`: None where none are computed here; `predictor`: theirs, where there are any. `budget`
         takes how long iterations are: this process computes attention for others beside them. `speculation`:
-        where drafts are verified, by the same predictor. `cores`: where
-        other engines of the host share them. `shares`: whether a prompt that comes here has the blocks of an
-        equal one that is here, instead of its own."""
+        where drafts are verified, by the same predictor. `core_lock`: where other engines of the host share
+        its cores. `shares`: whether a prompt that comes here has the blocks of an equal one that is here,
+        instead of its own."""
         self._core = core
         self._scheduler = scheduler
         self._executor = executor
@@ -107,7 +107,7 @@ class Engine:
         self._publisher = BlockPublisher(core, keeper, callbacks, shares=shares)
         self._callbacks = callbacks
         self._metrics = metrics
-        self._cores = Cores(core.backend.device, budget, cores)
+        self._cores = Cores(core.backend.device, budget, core_lock)
         self._speculation = speculation
         self.predictor = predictor or (prompts.predictor if prompts is not None else Predictor())
         self._sequences: dict[int, Generating] = {}

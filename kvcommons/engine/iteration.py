@@ -71,7 +71,7 @@ class Rows(Protocol):
         """Of the tokens that follow its leading rows, where a prompt's are asked for."""
 
     def close(self) -> None:
-        """The iteration has ended, whether it went well or not; of rows that could be opened."""
+        """The iteration has ended, whether it went well or not. Called where `open` succeeded."""
 
 
 class Withdrawn(Exception):
@@ -114,8 +114,8 @@ class Iteration:
 
     def run(self, between_layers: Callable[[], None] | None = None) -> list[list[pb.SampledToken]]:
         """The tokens sampled for each group; none for one that goes on, or failed before. `between_layers` is
-        called between two layers, where they go several at once between two such calls, and after each slice
-        of a prompt's logits."""
+        called between two layers, or two calls of several layers each, and after each slice of a prompt's
+        logits."""
         began_s, self._between_layers = time.monotonic(), between_layers
         try:
             with ExitStack() as opened:

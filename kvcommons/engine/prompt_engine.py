@@ -51,7 +51,7 @@ def prompt_engine(
     scheduler: Scheduler,
     prompts: Prompts,
     keeper: BlockKeeper,
-    cores: CoreLock | None = None,
+    core_lock: CoreLock | None = None,
     executor: Callable[[Composer], Executor] = Inline,
 ) -> Engine:
     """Not started yet."""
@@ -67,5 +67,5 @@ def prompt_engine(
         keeper=keeper,
         callbacks=nobody,
         metrics=nobody,
-        cores=cores,
+        core_lock=core_lock,
     )

@@ -59,13 +59,13 @@ class Prompts:
         tracer: Tracer,
         tbt_objective_s: float = math.inf,
         lends: Callable[[], bool] = lambda: False,
-        cores: CoreLock | None = None,
+        core_lock: CoreLock | None = None,
     ) -> None:
         """`chunk_tokens`: of one iteration, at most. `histories` loads what the store has of prompts, as far
         ahead as `read_buffer` allows, where `cost` finds that faster than to compute it, in so many `stages`.
         `tbt_objective_s`: between two tokens of the sequences that generate beside prompts. `lends`: whether
-        others' attention waits for this process, too. `cores`: where other engines of the host share
-        them."""
+        others' attention waits for this process, too. `core_lock`: where other engines of the host share
+        its cores."""
         self._core = core
         self._scheduler = scheduler
         self._chunk_tokens = chunk_tokens
@@ -78,7 +78,7 @@ class Prompts:
         self._prompts: dict[int, Prompt] = {}
         self._tbt_objective_s = tbt_objective_s
         self._lends = lends
-        self._cores = cores
+        self._core_lock = core_lock
         self._unready: set[int] = set()  # whose history was not there at the last look
         self._again = False  # something may be computed at once though the last look found nothing
         self.claims: dict[bytes, int] = {}  # blocks that a prompt is about to publish
@@ -264,7 +264,8 @@ class Prompts:
         load = prompt.load
         if load is None or not prompt.loaded_blocks:
             return
-        idle = nullcontext() if self._cores is None or load.arrived(layer) else self._cores.released()
+        lock = self._core_lock
+        idle = nullcontext() if lock is None or load.arrived(layer) else lock.released()
         with idle:
             self.preloading.await_layer(prompt, layer)
 

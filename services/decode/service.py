@@ -156,8 +156,8 @@ class DecodeParts:
                 deadline_s=config.slice_deadline_s,
                 dialer=dialer,
             )
-        cores = self._cores = CoreLock(Path(config.core_lock)) if config.core_lock else None
-        registry.register(CoreLockCollector(cores))
+        core_lock = self._core_lock = CoreLock(Path(config.core_lock)) if config.core_lock else None
+        registry.register(CoreLockCollector(core_lock))
         scheduler = Scheduler(
             max_batch=config.max_batch * len(share.ranges),
             max_queue=LOCAL_PROMPTS_MAX,
@@ -182,7 +182,7 @@ class DecodeParts:
                 tracer=process.telemetry.tracer,
                 tbt_objective_s=config.tbt_objective_s,
                 lends=lambda: bool(self.holder.lent_blocks),
-                cores=cores,
+                core_lock=core_lock,
             )
         self.engine = decode_engine(
             core,
@@ -198,10 +198,10 @@ class DecodeParts:
             keeper=self.keeper,
             callbacks=self.callbacks,
             metrics=metrics,
-            pipelining="off" if cores and config.pipelining == "auto" else config.pipelining,
+            pipelining="off" if core_lock and config.pipelining == "auto" else config.pipelining,
             mini_batches=config.mini_batches,
             rotation=self.rotation,
-            cores=cores,
+            core_lock=core_lock,
             stages=self.group,
         )
         if self.group is not None:
@@ -341,8 +341,8 @@ class DecodeParts:
         await self.condemner.close()
 
     def _close(self) -> None:
-        if self._cores is not None:
-            self._cores.close()
+        if self._core_lock is not None:
+            self._core_lock.close()
         if self.prefill is not None:
             self.prefill.close()
         self.whole_store.close(Deadline.after(STOP_S))

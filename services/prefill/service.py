@@ -72,8 +72,8 @@ class PrefillParts:
         telemetry.registry.register(SaverCollector(self.saver))
         self.keeper = BlockKeeper(core, self.saver)
         scheduler = Scheduler(max_queue=config.max_queue, max_prompts=config.max_running)
-        cores = self._cores = CoreLock(Path(config.core_lock)) if config.core_lock else None
-        telemetry.registry.register(CoreLockCollector(cores))
+        core_lock = self._core_lock = CoreLock(Path(config.core_lock)) if config.core_lock else None
+        telemetry.registry.register(CoreLockCollector(core_lock))
         histories = Histories(core, self.loader)
         stage_metrics = StageMetrics(telemetry.registry)
         self.group: StageGroup | None = None
@@ -108,9 +108,9 @@ class PrefillParts:
             cost=AlwaysLoad(compute_s) if config.loads == "always" else None,
             stages=stages,
             tracer=telemetry.tracer,
-            cores=cores,
+            core_lock=core_lock,
         )
-        self.engine = prompt_engine(core, scheduler, prompts, self.keeper, cores, self._executor)
+        self.engine = prompt_engine(core, scheduler, prompts, self.keeper, core_lock, self._executor)
         if self.group is not None:
             self.group.attach(self.engine)
         self.role = PrefillRole(
@@ -153,8 +153,8 @@ class PrefillParts:
         self.engine.stop(STOP_S)
         if self.group is not None:
             self.group.close()
-        if self._cores is not None:
-            self._cores.close()
+        if self._core_lock is not None:
+            self._core_lock.close()
         self.role.close()
         self.loader.close()
         self.keeper.close()

@@ -218,7 +218,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 def test_a_chunk_lets_others_have_the_cores_between_two_layers(seen: CoreLock, children: list[Child]) -> None:
     """And its token is the same."""
     lock, other, token = seen, children[0], alone()
-    with creditor(Clock(), cores=lock) as made:
+    with creditor(Clock(), core_lock=lock) as made:
         answers = list[str]()
 
         def pace(layer: int) -> None:
@@ -246,7 +246,7 @@ def test_an_engine_that_does_not_get_the_cores_computes_all_the_same(
 ) -> None:
     stuck, token = children[0], alone()
     assert stuck.ask("acquire") == "True"
-    with closing(CoreLock(path, deadline_s=0.01)) as lock, creditor(Clock(), cores=lock) as made:
+    with closing(CoreLock(path, deadline_s=0.01)) as lock, creditor(Clock(), core_lock=lock) as made:
         chunk = Chunk(lambda layer: None)
         made.submit(chunk)
         made.engine.start()
@@ -260,7 +260,7 @@ def test_who_computes_within_an_iteration_has_its_cores(path: Path, monkeypatch:
     """As a draft model does for sequences that generate between the layers of a chunk."""
     awake_s: list[float] = []
     monkeypatch.setattr(HostDevice, "keep_awake", lambda _, seconds: awake_s.append(seconds))
-    with closing(CoreLock(path)) as lock, creditor(Clock(), cores=lock) as made:
+    with closing(CoreLock(path)) as lock, creditor(Clock(), core_lock=lock) as made:
         with made.engine._cores.computing(urgent=False, awake_s=0.1):
             with made.engine._cores.computing(urgent=True, awake_s=0.2):
                 assert lock.held
@@ -274,7 +274,7 @@ def test_threads_do_not_wait_awake_while_another_engine_wants_the_cores(
 ) -> None:
     awake_s: list[float] = []
     monkeypatch.setattr(HostDevice, "keep_awake", lambda _, seconds: awake_s.append(seconds))
-    with closing(CoreLock(path)) as lock, creditor(Clock(), cores=lock) as made:
+    with closing(CoreLock(path)) as lock, creditor(Clock(), core_lock=lock) as made:
         with made.engine._cores.computing(urgent=True, awake_s=0.1):
             children[0].tell("acquire")
             wait_until(lambda: lock.wanted, LONG_S)
@@ -286,7 +286,7 @@ def test_cores_are_given_back_whatever_fails(path: Path, monkeypatch: pytest.Mon
         raise OSError("no threads")
 
     monkeypatch.setattr(HostDevice, "keep_awake", fails)
-    with closing(CoreLock(path)) as lock, creditor(Clock(), cores=lock) as made:
+    with closing(CoreLock(path)) as lock, creditor(Clock(), core_lock=lock) as made:
         for _ in range(2):
             with pytest.raises(OSError, match="no threads"), made.engine._cores.computing(urgent=True):
                 pass

@@ -36,6 +36,7 @@ async def test_engines_read_nothing_of_it_once_they_compute(
     monkeypatch.setattr(type(os.environ), "__getitem__", watched)
     await second.run()
     assert len(second.tokens) == MADE
+    assert any(thread.name == "engine" for thread in threading.enumerate())
     assert read == []
     asked = threading.Thread(target=lambda: os.environ.get("HOME"), name="engine")
     asked.start()

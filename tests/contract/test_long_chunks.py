@@ -146,7 +146,7 @@ class Creditor:
 def creditor(
     clock: Clock,
     tbt_s: float = 0.2,
-    cores: CoreLock | None = None,
+    core_lock: CoreLock | None = None,
     max_draft_tokens: int = 0,
     *,
     chunk_tokens: int = len(PROMPT),
@@ -165,12 +165,12 @@ def creditor(
         core, scheduler, chunk_tokens=chunk_tokens, keeper=keeper,
         histories=Histories(core, loader), read_buffer=ReadBuffer(layers=LAYERS, bytes_max=0),
         cost=cost, tracer=Tracer.off(), tbt_objective_s=tbt_s if chunks_s is None else chunks_s,
-        cores=cores,
+        core_lock=core_lock,
     )  # fmt: skip
     budget = AttentionBudget(tbt_s, new_allowance(core.backend.attention.native_exchange), clock)
     engine = decode_engine(
         core, scheduler=scheduler, may_borrow=False, attend_deadline_s=LONG_S, budget=budget,
-        keeper=keeper, callbacks=around, metrics=around, prompts=prompts, cores=cores,
+        keeper=keeper, callbacks=around, metrics=around, prompts=prompts, core_lock=core_lock,
         max_draft_tokens=max_draft_tokens,
     )  # fmt: skip
     try:

@@ -43,7 +43,7 @@ def decode_engine(
     max_draft_tokens: int = 0,
     draft_model: DraftModel | None = None,
     tbt_objective_s: float = math.inf,
-    cores: CoreLock | None = None,
+    core_lock: CoreLock | None = None,
     stages: StageGroup | None = None,
 ) -> Engine:
     """Not started yet. `attend_deadline_s` bounds what a layer waits for other holders. `budget` takes
@@ -51,9 +51,9 @@ def decode_engine(
     does it where it pays. With `rotation` the batches of several instances alternate instead. `prompts` are
     those of `scheduler`, where some are computed here. At most `max_draft_tokens` of a sequence are verified
     in an iteration, which keeps to `tbt_objective_s`, or to what its sequences were promised; none in stages
-    or with `rotation`; `draft_model` is asked for some. `cores` is given where other engines of the host
-    share them; staggered batches do not wait for it. With `stages` this is the first of several, and batches
-    alternate in them."""
+    or with `rotation`; `draft_model` is asked for some. `core_lock` is given where other engines of the host
+    share its cores; staggered batches do not wait for it. With `stages` this is the first of several, and
+    batches alternate in them."""
     remote = RemoteAttention(core.layout, core.backend, budget, MiniBatches(mini_batches))
     composer = Composer(core, remote, attend_deadline_s=attend_deadline_s)
     executor: Executor
@@ -89,6 +89,6 @@ def decode_engine(
         keeper=keeper,
         callbacks=callbacks,
         metrics=metrics,
-        cores=cores,
+        core_lock=core_lock,
         shares=stages is None,
     )

@@ -43,7 +43,9 @@ def test_bytes_written_are_the_blocks(device: str) -> None:
     assert target.tensor.count_nonzero() == target.layer(2)[[5, 0]].count_nonzero()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a host computes nothing behind a call's back")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU, which computes on when a call has returned"
+)
 def test_what_is_saved_does_not_wait_for_what_is_computed() -> None:
     memory = BlockMemory(layout(), 5, choose("cuda"))
     memory.read_buffers(2, [1, 3])  # kernels are loaded
