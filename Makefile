@@ -88,13 +88,14 @@ check: $(STAMP) ## lint, format, types, import contracts, generated files, dead 
 bench: $(STAMP) ## kvcommons bench sessions; ARGS=first-token for another one
 	$(BIN)/kvcommons bench $(or $(ARGS),sessions)
 
-# Each of them by itself: one that fails leaves the others.
+# Each of them by itself: one that fails leaves the others. vLLM is asked, too, where it is installed.
 GPU_MODEL ?= 8b
 # GPU_RUN="python3 -m devstack": a machine that has all but a network has no use for .venv.
 bench-gpu: $(if $(GPU_RUN),,$(STAMP)) ## what is measured on an NVIDIA GPU, into build/gpu; GPU_MODEL=34m for a small one
 	@mkdir -p build/gpu
 	@failed=; for one in gpu "mixed-iterations --device cuda --random-model $(GPU_MODEL)" \
-	  "peers --device cuda --random-model $(GPU_MODEL) --with transformers --cells 3 6 8 --rounds 4 --answer 64"; do \
+	  "peers --device cuda --random-model $(GPU_MODEL) --with transformers $(shell command -v vllm >/dev/null && echo vllm) --cells 3 6 8 --rounds 4 --answer 64" \
+	  "overlap --device cuda --random-model $(GPU_MODEL) --load-share 0 --save-share 0 --history 4096 --new 512 --prompts 4096"; do \
 	  name=build/gpu/$${one%% *}; echo "kvcommons bench $$one: $$name.json"; \
 	  $(or $(GPU_RUN),$(BIN)/kvcommons) bench $$one --json $$name.json > $$name.log 2>&1 || { tail -n 3 $$name.log; failed=1; }; \
 	done; test -z "$$failed"

@@ -3,11 +3,12 @@
 A real engine and a real kvstore, with a link between them whose speed is set so that loading the history
 takes `load_share` times as long as computing the new tokens, and saving a prompt `save_share` of the time of
 its round: the proportions of the paper's machine. On one whose memory is as fast as its processor is slow,
-neither would be seen.
+neither would be seen. A share of 0 leaves the link as quick as it is: what a GPU is asked with.
 
 Loading: a job computes, and the one that is measured waits behind it, a history in the store. Its time counts
 from the end of the first one to its own first token. Saving: a prompt and `STEPS` decode steps; its time
-counts until the next job could begin. Trials of all kinds take turns.
+counts until the next job could begin. Both are measured with nothing to load or save, too: what is hidden
+whole takes no longer. Trials of all kinds take turns.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -65,8 +67,8 @@ class Setting:
     new_tokens: int = 100
     buffers: tuple[int, ...] = (0, 5, 10, 15)  # layers
     prompts: tuple[int, ...] = (1024, 1216, 1408, 1600)
-    load_share: float = 1.56
-    save_share: float = 0.16
+    load_share: float = 1.56  # 0: the link is as quick as it is
+    save_share: float = 0.16  # likewise
     rounds: int = 5
 
 
@@ -142,8 +144,11 @@ class Trials:
             engine.stop(5.0)
             pusher.stop()
 
-    def run(self, prefill: Prefill, prompts: Sequence[tuple[tuple[int, ...], int, bool]]) -> list[Timed]:
-        """Jobs of (tokens, blocks in the store, save) together, in order."""
+    def run(
+        self, prefill: Prefill, prompts: Sequence[tuple[tuple[int, ...], int, bool]], *, running: bool = False
+    ) -> list[Timed]:
+        """Jobs of (tokens, blocks in the store, save) together, in order. `running`: the engine has run some
+        before."""
         done = threading.Semaphore(0)
         results: dict[int, Timed | KVCommonsError] = {}
 
@@ -163,7 +168,8 @@ class Trials:
             delivery = Delivery(Deadline.after(WAIT_S), "")
             sink = HandOver(prefill.pusher, delivery, TargetTable(()), 0, listener(number))
             prefill.engine.submit(self._prompt(prefill, sink, tokens, matched, save))
-        prefill.engine.start()
+        if not running:
+            prefill.engine.start()
         timed: list[Timed] = []
         for _ in prompts:
             if not done.acquire(timeout=WAIT_S):
@@ -230,7 +236,7 @@ class Loading:
         self._history = trials.tokens(setting.history_tokens)
 
     def prepare(self) -> None:
-        """Saves the history, and sets the link's speed by what computing takes."""
+        """Saves the history, and sets the link's speed by what computing takes, if it is not as it is."""
         trials, setting = self._trials, self._setting
         core = trials.core(setting.history_tokens)
         with trials.engine(core, self._buffer(None)) as engine:
@@ -238,33 +244,42 @@ class Loading:
         trials.flush()
         plain = [self._trial(self._buffer(self._trials.layers))[1] for _ in range(3)]
         history_bytes = self._blocks() * core.layout.block_bytes
-        self._link.bytes_per_s = history_bytes / (setting.load_share * p50(plain))
+        if setting.load_share:
+            self._link.bytes_per_s = history_bytes / (setting.load_share * p50(plain))
         for _ in range(3):
             self._trial(self._buffer(None))  # rates become known
 
-    def modes(self) -> dict[str, ReadBuffer]:
-        modes = {"no pre-loading": replace(self._buffer(0), whole_first=True)}
+    def modes(self) -> dict[str, ReadBuffer | None]:
+        """None: the history is in the engine's own memory, so that there is nothing to load."""
+        modes: dict[str, ReadBuffer | None] = {"no pre-loading": replace(self._buffer(0), whole_first=True)}
         for layers in self._setting.buffers:
             modes[f"buffer of {layers} layers"] = self._buffer(layers)
-        return {**modes, "buffer by the formula": self._buffer(None)}
+        return {**modes, "buffer by the formula": self._buffer(None), "nothing to load": None}
 
     def seconds(self, mode: str) -> float:
         return self._trial(self.modes()[mode])[0]
 
-    def _trial(self, read_buffer: ReadBuffer) -> tuple[float, float]:
-        """The job's time from the end of the one before, and what computing took of it."""
+    def _trial(self, read_buffer: ReadBuffer | None) -> tuple[float, float]:
+        """The job's time from the end of the one before, and what computing took of it. With nothing to load
+        there is none before it: its time is from when it was handed in."""
         trials, setting = self._trials, self._setting
         core = trials.core(setting.history_tokens + setting.new_tokens + BEFORE_TOKENS)
         own = trials.tokens(setting.new_tokens)
-        with trials.engine(core, read_buffer) as engine:
-            jobs = [
-                (trials.tokens(BEFORE_TOKENS), 0, False),
-                (self._history + own, self._blocks(), False),
-            ]
-            before, measured = trials.run(engine, jobs)
+        with trials.engine(core, read_buffer or self._buffer(None)) as engine:
+            if read_buffer is None:
+                trials.run(engine, [(self._history, 0, False)])
+                began_s = time.monotonic()
+                [measured] = trials.run(engine, [(self._history + own, 0, False)], running=True)
+            else:
+                jobs = [
+                    (trials.tokens(BEFORE_TOKENS), 0, False),
+                    (self._history + own, self._blocks(), False),
+                ]
+                before, measured = trials.run(engine, jobs)
+                began_s = before.at_s
         if measured.first.cached_tokens != self._blocks() * core.block_tokens:
-            raise Internal("the history was not loaded: the figure would be no one's")
-        return measured.at_s - before.at_s, measured.first.compute_us / 1e6
+            raise Internal("the history was computed anew: the figure would be no one's")
+        return measured.at_s - began_s, measured.first.compute_us / 1e6
 
     def _blocks(self) -> int:
         return self._setting.history_tokens // self._trials.core(1).block_tokens
@@ -284,26 +299,25 @@ class Saving:
     def prepare(self) -> None:
         self._link.bytes_per_s = 0.0
         tokens = self._setting.prompts[0]
-        execution_s = p50([self._trial(tokens, overlap=None) for _ in range(2)])
+        execution_s = p50([self.seconds(tokens, None) for _ in range(2)])
+        if not self._setting.save_share:
+            return
         layout = self._trials.core(1).layout
         size = max(1, tokens // layout.block_tokens) * layout.block_bytes
         self._link.bytes_per_s = size / (self._setting.save_share * execution_s)
 
-    def seconds(self, tokens: int, *, overlap: bool) -> float:
-        return self._trial(tokens, overlap=overlap)
-
-    def _trial(self, tokens: int, *, overlap: bool | None) -> float:
-        """`overlap` None: nothing is saved."""
+    def seconds(self, tokens: int, when: Literal["after", "meanwhile"] | None) -> float:
+        """`when` the prompt is saved; None: not at all."""
         trials = self._trials
         core = trials.core(tokens + STEPS)
         prompt = trials.tokens(tokens)
         buffer = ReadBuffer(layers=trials.layers, bytes_max=0)
         with trials.engine(core, buffer) as engine:
             began_s = time.monotonic()
-            trials.run(engine, [(prompt, 0, bool(overlap))])
+            trials.run(engine, [(prompt, 0, when == "meanwhile")])
             run = trials.kept(core, prompt)
             _decode(core, run.blocks)
-            if overlap is False:
+            if when == "after":
                 BlockKeeper(core, trials.saver).save_all_layers(run)
                 trials.flush()
             took_s = time.monotonic() - began_s
@@ -349,10 +363,11 @@ def measure(core: Core, link: PacedLink, setting: Setting, progress: Progress) -
         for tokens in setting.prompts:
             progress(f"saving prompts of {tokens} tokens")
             saves = [
-                [saving.seconds(tokens, overlap=on) for on in (False, True)] for _ in range(setting.rounds)
+                [saving.seconds(tokens, when) for when in ("after", "meanwhile", None)]
+                for _ in range(setting.rounds)
             ]
-            for index, how in enumerate(("saved after", "saved meanwhile")):
-                took_ms = p50([pair[index] for pair in saves]) * 1000
+            for index, how in enumerate(("saved after", "saved meanwhile", "nothing saved")):
+                took_ms = p50([trial[index] for trial in saves]) * 1000
                 rows.append(
                     {
                         "how": f"{tokens} tokens, {how}",
@@ -361,7 +376,8 @@ def measure(core: Core, link: PacedLink, setting: Setting, progress: Progress) -
                         "round ms": took_ms,
                     }
                 )
-            ratios[f"round_{tokens}_saved_meanwhile"] = p50([pair[1] / pair[0] for pair in saves])
+            ratios[f"round_{tokens}_saved_meanwhile"] = p50([trial[1] / trial[0] for trial in saves])
+            ratios[f"round_{tokens}_nothing_saved"] = p50([trial[2] / trial[0] for trial in saves])
     finally:
         trials.close()
     workload = f"{setting.history_tokens} tokens of history, {setting.new_tokens} new"

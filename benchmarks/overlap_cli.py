@@ -20,7 +20,7 @@ def add(
     parser = commands.add_parser(
         "overlap", help="loads and saves that overlap with computing against ones that do not"
     )
-    parser.add_argument("--random-model", metavar="SIZE", default="246m", help="random weights: 7m or 246m")
+    parser.add_argument("--random-model", metavar="SIZE", default="246m", help="random weights")
     parser.add_argument("--history", type=int, default=1024, metavar="N", help="tokens in the store")
     parser.add_argument("--new", type=int, default=100, metavar="N", help="tokens to compute")
     parser.add_argument(
@@ -29,11 +29,13 @@ def add(
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of the model's operators")
     parser.add_argument(
-        "--load-share", type=float, default=1.56, metavar="X", help="loading over computing; the paper's"
-    )
+        "--load-share", type=float, default=1.56, metavar="X",
+        help="loading over computing, the paper's by default; 0: a link as quick as it is",
+    )  # fmt: skip
     parser.add_argument(
-        "--save-share", type=float, default=0.16, metavar="X", help="saving over a round; the paper's"
+        "--save-share", type=float, default=0.16, metavar="X", help="saving over a round, likewise"
     )
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="as torch names it")
     add_outputs(parser)
     parser.set_defaults(run=_run, draw=_draw)
 
@@ -59,7 +61,11 @@ def _run(options: argparse.Namespace, progress: Callable[[str], None]) -> Report
         progress(f"writing a random model of {options.random_model} parameters")
         model = folder / "model"
         write_random_folder(model, random_config(options.random_model), dtype="bfloat16")
-        core = load_core(EngineSettings(model=str(model), threads=options.threads, capacity_tokens=64))
+        core = load_core(
+            EngineSettings(
+                model=str(model), device=options.device, threads=options.threads, capacity_tokens=64
+            )
+        )
         with KvstoreChild(folder, dram_bytes=DRAM_BYTES, disk_bytes=DISK_BYTES) as store:
             link = PacedLink(f"unix:{folder}/link.s", store.data_address)
             try:

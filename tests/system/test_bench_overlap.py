@@ -16,15 +16,16 @@ def test_every_kind_of_trial_is_reported(tmp_path: Path) -> None:
     report = bench(tmp_path / "overlap.json", "overlap", *sizes, "--picture", str(picture))
     loads = [row["how"] for row in report["rows"] if row["figure"] == "19"]
     buffers = [f"buffer of {layers} layers" for layers in (0, 5, 10, 15)]
-    assert loads == ["no pre-loading", *buffers, "buffer by the formula"]
+    assert loads == ["no pre-loading", *buffers, "buffer by the formula", "nothing to load"]
     saves = [row["how"] for row in report["rows"] if row["figure"] == "20"]
     assert saves == [
-        f"{tokens} tokens, saved {when}" for tokens in (64, 128) for when in ("after", "meanwhile")
+        f"{tokens} tokens, {how}"
+        for tokens in (64, 128)
+        for how in ("saved after", "saved meanwhile", "nothing saved")
     ]
     assert set(report["ratios"]) == {
         *(f"prefill_{how.replace(' ', '_')}" for how in loads[1:]),
-        "round_64_saved_meanwhile",
-        "round_128_saved_meanwhile",
+        *(f"round_{tokens}_{how}" for tokens in (64, 128) for how in ("saved_meanwhile", "nothing_saved")),
     }
     assert all(ratio > 0 for ratio in report["ratios"].values())
     assert picture.stat().st_size > 10_000

@@ -20,6 +20,7 @@ from benchmarks.peers.bounds import Rates, Rows, in_words, iteration_s
 from benchmarks.peers.cli import _compare, _row
 from benchmarks.peers.gguf_file import write_gguf
 from benchmarks.peers.grid import Cell, grid, kv_tokens
+from benchmarks.peers.servers import Sizes, start
 from benchmarks.report import geometric
 from kvcommons.errors import InvalidInput, Unavailable
 from kvcommons.model.spec import ModelSpec
@@ -156,6 +157,32 @@ def test_rates_are_told_from_the_least_to_the_most() -> None:
     assert in_words([slow]) == "memory read at 33 GB/s, products at 400 GFLOP/s"
     fast = replace(slow, read_bytes_s=57e9)
     assert in_words([fast, slow]) == "memory read at 33 to 57 GB/s, products at 400 GFLOP/s"
+
+
+ON_GPU = Sizes(kv_tokens=16384, kv_bytes=2 << 30, threads=2, sequences=8, window_tokens=8192, device="cuda")
+
+
+def test_what_is_built_for_a_cpu_is_not_started_beside_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"--peer llama\.cpp=URL"):
+        start("llama.cpp", tmp_path, ON_GPU, tmp_path, progress=print)
+
+
+def test_vllm_on_a_gpu_is_the_one_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is installed, and it takes no more of the GPU's memory than it needs."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "nowhere" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(Unavailable, match="there is no vllm on this PATH"):
+        start("vllm", tmp_path, ON_GPU, tmp_path, progress=print)
+    there = tmp_path / "bin" / "vllm"
+    there.parent.mkdir()
+    there.touch(mode=0o755)
+    monkeypatch.setattr("kvcommons.backend.choice.device_bytes", lambda _device: 20 << 30)
+    command = start("vllm", tmp_path, ON_GPU, tmp_path, progress=print).plan.command
+    assert command[:3] == [str(there), "serve", str(tmp_path)]
+    assert {"--block-size=16", "--num-gpu-blocks-override=1024", "--gpu-memory-utilization=0.500"} < set(
+        command
+    )
 
 
 def test_a_mean_of_ratios_has_an_interval() -> None:
