@@ -296,9 +296,6 @@ class AttentionBackend(Protocol):
         [T * 2 * kv_heads] on the device: each a head of a token in kv seen as [rows, D]
         (BlockMemory.rows_of)."""
 
-    def copy(self, kv: Tensor, source: int, target: int) -> None:
-        """A block's content in all layers, kv [layers, blocks, 2, kv_heads, block_tokens, D]."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:

@@ -99,10 +99,6 @@ class BlockMemory:
         """Writes kv [T, 2 * kv_heads, head_dim], keys before values."""
         self._attention.append(self.layer(layer), rows, kv)
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copies all layers of a block (a shared tail block about to be written by one of its sequences)."""
-        self._attention.copy(self.tensor, source, target)
-
     def _object(self, layer: int, block: int) -> memoryview:
         if not 0 <= block < self.blocks or layer not in self.layers:
             raise IndexError(f"block {block} of layer {layer} is outside the memory of {self.blocks} blocks")

@@ -125,9 +125,6 @@ class TorchAttention:
         dim = kv.shape[-1]
         kv.view(-1, dim).index_copy_(0, rows, new.to(kv.dtype).view(-1, dim))
 
-    def copy(self, kv: Tensor, source: int, target: int) -> None:
-        kv[:, target].copy_(kv[:, source])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gather:

@@ -281,15 +281,6 @@ def test_bytes_written_are_the_blocks(backend: Backend) -> None:
     assert written.count_nonzero() == written[2][[5, 0]].count_nonzero()
 
 
-def test_a_block_is_copied_in_every_layer(backend: Backend) -> None:
-    memory = BlockMemory(block_layout(), 3, backend)
-    memory.tensor[:, 0].fill_(2.0)
-    memory.copy_block(0, 2)
-    copied = content(backend, memory.tensor)
-    assert (copied[:, 2] == 2.0).all()
-    assert (copied[:, 1] == 0.0).all()
-
-
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
