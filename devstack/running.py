@@ -17,7 +17,9 @@ from devstack import toml
 from devstack.rest import RestClient
 from kvcommons.errors import Internal, Unavailable
 
-READY_S_MAX = 60.0
+# Twenty times what a stack of seven processes takes on two quiet cores, and what each further instance takes
+# there.
+READY_S_MAX, INSTANCE_READY_S_MAX = 60.0, 16.0
 STOP_S_MAX = 40.0
 KILL_S_MAX = 10.0
 POLL_S = 0.02
@@ -93,7 +95,9 @@ class RunningStack:
                 start_new_session=True,
             )
         if ready:
-            self.until(self._is_ready, READY_S_MAX, "the stack is not ready")
+            more = sum(int(self._flags.get(name, 1)) - 1 for name in ("prefill", "decode", "attention_pool"))
+            wait_s = READY_S_MAX + INSTANCE_READY_S_MAX * max(more, 0)
+            self.until(self._is_ready, wait_s, "the stack is not ready")
 
     def stop(self) -> int:
         """Ctrl-C; the exit status. A stack that does not end in time is killed and raises Internal."""

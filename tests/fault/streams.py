@@ -78,11 +78,19 @@ class Victims:
 
 
 def until_whole(stack: Stack, wanted: dict[str, int], wait_s: float = 60.0) -> None:
-    """Until the stack has started again what was killed."""
+    """Until the stack has started again what was killed. One that has died is listed as ready for a while, so
+    processes are counted and asked, too."""
 
     def whole() -> bool:
         instances = stack.client.get("/v1/status")["instances"]
         ready = Counter(instance["service"] for instance in instances if instance["ready"])
-        return all(ready[service] >= count for service, count in wanted.items() if service != "ledger")
+        if any(ready[service] < count for service, count in wanted.items() if service != "ledger"):
+            return False
+        for service in wanted.keys() & INSPECTED:
+            names = [process.name for process in stack.processes() if process.name.startswith(service)]
+            first = [name for name in names if "-stage-" not in name and "-rank-" not in name]
+            if len(first) < wanted[service] or not all(map(stack.has_loaded, first)):
+                return False
+        return True
 
     stack.until(whole, wait_s, "not all instances came back")

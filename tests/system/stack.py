@@ -114,6 +114,14 @@ class Stack(RunningStack):
     def _control(self, name: str) -> str:
         return f"unix:{self.runtime / name}.c"
 
+    def has_loaded(self, name: str) -> bool:
+        """Whether an instance has its model, and says what it holds."""
+        try:
+            self.blocks(name)
+        except grpc.RpcError:
+            return False
+        return True
+
     def _is_idle(self, name: str) -> bool:
         try:
             blocks = self.blocks(name)

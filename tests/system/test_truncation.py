@@ -209,8 +209,9 @@ def test_kv_that_is_lost_is_made_again(
     tmp_path: Path, model: Path, head: int, replay_max: float, intact_bytes: int
 ) -> None:
     """Where the loss shows only in the midst of the turn, it is replayed whatever that costs: the turn has
-    begun."""
-    tables = slow_tables(router={"replay_max": replay_max}, kvstore={"scrub_bytes_per_s": 0})
+    begun. So nothing reads blocks before it: no scrubbing, and a policy that fetches none ahead."""
+    kvstore = {"scrub_bytes_per_s": 0, "policy": "lru"}
+    tables = slow_tables(router={"replay_max": replay_max}, kvstore=kvstore)
     stack = Stack(tmp_path / "stack", tables=tables, model=str(model))
     with stack:
         session = Conversation(stack, "s")
