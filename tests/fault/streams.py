@@ -87,7 +87,8 @@ def until_whole(stack: Stack, wanted: dict[str, int], wait_s: float = 60.0) -> N
         if any(ready[service] < count for service, count in wanted.items() if service != "ledger"):
             return False
         for service in wanted.keys() & INSPECTED:
-            names = [process.name for process in stack.processes() if process.name.startswith(service)]
+            kind = "decode" if stack.colocated and service == "prefill" else service
+            names = [process.name for process in stack.processes() if process.name.startswith(kind)]
             first = [name for name in names if "-stage-" not in name and "-rank-" not in name]
             if len(first) < wanted[service] or not all(map(stack.has_loaded, first)):
                 return False

@@ -78,6 +78,11 @@ class Stack(RunningStack):
         super().__init__(folder, tables=scaled_tables(given), **flags)
 
     @property
+    def colocated(self) -> bool:
+        """Whether decode's processes have prefill's role, too."""
+        return self._flags.get("colocated") is True
+
+    @property
     def v1(self) -> str:
         """`base_url` for the OpenAI SDK."""
         return f"{self.url}/v1"
