@@ -121,18 +121,17 @@ class Stack(RunningStack):
 
     def has_loaded(self, name: str) -> bool:
         """Whether an instance has its model, and says what it holds."""
-        try:
-            self.blocks(name)
-        except grpc.RpcError:
-            return False
-        return True
+        return self._blocks_if_loaded(name) is not None
 
     def _is_idle(self, name: str) -> bool:
+        blocks = self._blocks_if_loaded(name)
+        return blocks is not None and blocks.users == 0 and blocks.free == blocks.total
+
+    def _blocks_if_loaded(self, name: str) -> Blocks | None:
         try:
-            blocks = self.blocks(name)
+            return self.blocks(name)
         except grpc.RpcError:  # killed a moment ago, and loading its model again
-            return False
-        return blocks.users == 0 and blocks.free == blocks.total
+            return None
 
 
 def blocks_of(name: str, address: str) -> Blocks:
