@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         with console.status("starting") as status:
             report = options.run(options, status.update)
     except KVCommonsError as error:
-        console.print(f"kvcommons bench: {error.message}", markup=False)
+        Console(stderr=True).print(f"kvcommons bench: {error.message}", markup=False, soft_wrap=True)
         return 1
     report.print(console)
     if options.json is not None:

@@ -22,6 +22,7 @@ _STUDENT = (
     12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23,
     2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09,
 )  # fmt: skip
+_WIDE = 10_000  # a terminal of so many columns holds every table
 
 
 def describe_machine() -> dict[str, str | int | float]:
@@ -64,23 +65,33 @@ class Report:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     def print(self, console: Console) -> None:
-        """What there is more of goes down the page: figures, or things compared."""
-        names = list(dict.fromkeys(name for row in self.rows for name in row))
-        table = Table(title=self.title, title_justify="left")
-        if len(self.rows) > len(names):
-            for name in names:
-                table.add_column(name, justify="left" if name == names[0] else "right")
-            for row in self.rows:
-                table.add_row(*(_cell(row.get(name, "")) for name in names))
-        else:
-            table.add_column(names[0])
-            for row in self.rows:
-                table.add_column(_cell(row[names[0]]), justify="right")
-            for name in names[1:]:
-                table.add_row(name, *(_cell(row.get(name, "")) for row in self.rows))
+        """Down the page go figures, or the things compared: what makes the table narrower. A file or a pipe
+        has no width: nothing is cut there."""
+        wide = console.options.update(max_width=_WIDE)
+        tables = self._tables()
+        widths = [console.measure(one, options=wide).maximum for one in tables]
+        width = min(widths)
+        table = tables[widths.index(width)]
+        if not console.is_terminal:
+            console.width = max(console.width, width)
         console.print(table)
         for name, ratio in self.ratios.items():
             console.print(f"{name}: [bold]{ratio:.3g}[/bold]")
+
+    def _tables(self) -> tuple[Table, Table]:
+        """Things down the page, and figures."""
+        things, figures = (Table(title=self.title, title_justify="left") for _ in range(2))
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        for name in names:
+            things.add_column(name, justify="left" if name == names[0] else "right")
+        for row in self.rows:
+            things.add_row(*(_cell(row.get(name, "")) for name in names))
+        figures.add_column(names[0])
+        for row in self.rows:
+            figures.add_column(_cell(row[names[0]]), justify="right")
+        for name in names[1:]:
+            figures.add_row(name, *(_cell(row.get(name, "")) for row in self.rows))
+        return things, figures
 
 
 def p50(values: Sequence[float]) -> float:

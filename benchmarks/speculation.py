@@ -101,6 +101,11 @@ def add(
 
 
 def _run(options: argparse.Namespace, progress: Progress) -> Report:
+    if options.prompts < (most := max(options.batches)):
+        raise InvalidInput(
+            f"--prompts {options.prompts} are fewer than are asked at once: name {most} or more",
+            param="prompts",
+        )
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name, ExitStack() as running:
         folder = Path(name)
         model, what = chosen_model(options, folder, progress)

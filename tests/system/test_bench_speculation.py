@@ -15,7 +15,7 @@ from benchmarks.deepened_model import write_deepened_model
 from kvcommons.errors import InvalidInput
 from kvcommons.model.slices import Model
 from kvcommons.model.synthetic import random_config, write_random_folder
-from tests.system.bench import bench
+from tests.system.bench import bench, refused
 
 
 def test_a_session_repeats_its_file_with_two_changes_and_asks_for_a_third() -> None:
@@ -50,6 +50,11 @@ def test_a_deepened_model_has_layers_that_add_a_share(tmp_path: Path) -> None:
     for times, folder in ((1, model), (2, tmp_path)):
         with pytest.raises(InvalidInput):
             write_deepened_model(tmp_path, folder, times)
+
+
+def test_fewer_prompts_than_are_asked_at_once_are_refused() -> None:
+    said = refused("speculation", "--batches", "1", "8", "--prompts", "4")
+    assert said == "kvcommons bench: --prompts 4 are fewer than are asked at once: name 8 or more\n"
 
 
 @pytest.mark.slow

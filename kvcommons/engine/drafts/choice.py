@@ -104,6 +104,8 @@ def choose(
 
     Drafts are taken in the order of their chances, which is that of each sequence's own, too; of all numbers
     of them that with the most tokens a second. The iteration takes no longer than `objective_s` for them.
+    It stops where not even all drafts that are left, if their rows took no time, would make up for the rows
+    before them: most matches are short ones, and this is asked before each token.
     """
     ordered = sorted(
         (-chance, depth, key)
@@ -115,12 +117,13 @@ def choose(
         return {}
     work, tokens = base, float(base.rows)
     best, best_rate = 0, _GAIN_MIN * tokens / base_s
+    at_most = tokens - sum(negative for negative, _, _ in ordered)
     for count, (negative, _, key) in enumerate(ordered, start=1):
         tokens -= negative
         read_bytes = work.read_bytes + candidates[key].read_bytes
         work = replace(work, rows=work.rows + 1, read_bytes=read_bytes)
         seconds = times.seconds(work)
-        if seconds > objective_s > base_s:
+        if seconds > objective_s > base_s or at_most <= best_rate * seconds:
             break
         if tokens > best_rate * seconds:
             best, best_rate = count, tokens / seconds

@@ -32,6 +32,7 @@ _APART_MAX = 4
 _PAID_BACK_TOKENS = 128
 
 _Drafts = tuple[Sequence[int], Sequence[float]]  # and the chance of each, with all before it
+_NONE: _Drafts = ((), ())
 
 
 class _Source:
@@ -161,7 +162,9 @@ class Speculation:
         found: dict[int, Sequence[int]] = {}
         candidates: dict[int, Candidate] = {}
         for one in sequences:
-            drafts, chances = drafted.get(one.key) or looked.get(one.key) or ((), ())
+            drafts, chances = drafted.get(one.key) or looked.get(one.key) or _NONE
+            if not drafts:
+                continue
             if len(drafts) > one.unfilled:
                 grow(one)
             if drafts := one.verifiable(drafts):

@@ -40,6 +40,26 @@ def test_likely_drafts_are_verified_and_unlikely_ones_are_not() -> None:
     assert choose({7: candidate(0.9, 0.8)}, ONE, dear, objective_s=FOREVER) == {}
 
 
+def test_a_choice_ends_where_nothing_can_come_of_it() -> None:
+    """Hundreds of drafts behind short matches cost a token no hundreds of estimates."""
+    asked: list[float] = []
+
+    class Counted(RowSeconds):
+        def seconds(self, work: IterationWork) -> float:
+            asked.append(work.rows)
+            return super().seconds(work)
+
+    predictor = Predictor()
+    for rows in [*range(1, 33)] * 20:
+        predictor.learn(IterationWork(rows=rows), 0.02 + rows * 0.001)
+    short = {key: candidate(*[0.2 * 0.4**depth for depth in range(16)]) for key in range(8)}
+    eight = IterationWork(rows=8)
+    assert choose(short, eight, Counted(predictor), objective_s=FOREVER) == {}
+    assert len(asked) < 12
+    likely = short | {3: candidate(*[0.98**depth for depth in range(1, 17)])}
+    assert choose(likely, eight, Counted(predictor), objective_s=FOREVER)[3] == 16
+
+
 def test_nothing_is_verified_before_anything_was_measured() -> None:
     assert choose({7: candidate(0.9)}, ONE, RowSeconds(Predictor()), objective_s=FOREVER) == {}
 
