@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -60,8 +63,10 @@ from kvcommons.openmp import bound_waits
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 0, 1 for a benchmark that failed, 2 for wrong usage."""
+    """The exit status: 0, 1 for a benchmark that failed, 2 for wrong usage. A SIGTERM ends what it started,
+    as a Ctrl-C does."""
     options = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _terminated)
     bound_waits(os.environ)  # some compute in this process, as services do
     console = Console()
     try:
@@ -76,6 +81,10 @@ def main(argv: Sequence[str]) -> int:
     if options.picture is not None:
         options.draw(options.picture, report)
     return 0
+
+
+def _terminated(number: int, _: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -64,8 +64,7 @@ class RunningStack:
         try:
             self.start()
         except BaseException:
-            if self._up is not None and self._up.poll() is None:
-                self.kill_all()
+            self.stop()
             raise
         return self
 

@@ -67,7 +67,7 @@ class Plan:
 
 
 class Peer:
-    """A server that was started; ends with the context."""
+    """A server that was started; ends with the context, and with this process."""
 
     def __init__(self, name: str, plan: Plan, port: int, log: Path) -> None:
         self.name, self.plan, self._log = name, plan, log
@@ -99,7 +99,7 @@ class Peer:
     def _start(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self.plan.command,
+                [sys.executable, "-m", "benchmarks.peers.child", str(os.getpid()), *self.plan.command],
                 env={**os.environ, **self.plan.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
