@@ -1,5 +1,5 @@
-"""`python -m benchmarks.peers.child PARENT COMMAND ...`: runs the command in this process's group, and ends all
-of the group when it is told to, when the command ends, or when the parent dies, however it dies.
+"""`python -m benchmarks.peers.child PARENT COMMAND ...`: runs the command in this process's group, and ends
+the group when it is told to, when the command ends, or when the parent dies, however it dies.
 
 Servers of others do not know whose they are, and vLLM ends at no SIGTERM while it starts.
 """
